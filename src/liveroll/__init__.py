@@ -1,0 +1,72 @@
+"""liveroll: the Hugging Face model you are training, as a fast rollout engine, in place."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liveroll.config import RolloutConfig, SamplingConfig
+    from liveroll.engine import RolloutEngine
+    from liveroll.errors import (
+        ConfigError,
+        EngineStateError,
+        KVMemoryError,
+        LiverollError,
+        PrefillLimitError,
+        PromptError,
+        UnsupportedGenerationError,
+        UnsupportedModelError,
+    )
+    from liveroll.types import Completion, ResolvedSampling, RolloutBatch, RolloutRequest, RolloutStats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "RolloutEngine": "engine",
+    "RolloutConfig": "config",
+    "SamplingConfig": "config",
+    "Completion": "types",
+    "ResolvedSampling": "types",
+    "RolloutBatch": "types",
+    "RolloutRequest": "types",
+    "RolloutStats": "types",
+    "ConfigError": "errors",
+    "EngineStateError": "errors",
+    "KVMemoryError": "errors",
+    "LiverollError": "errors",
+    "PrefillLimitError": "errors",
+    "PromptError": "errors",
+    "UnsupportedGenerationError": "errors",
+    "UnsupportedModelError": "errors",
+}
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "EngineStateError",
+    "KVMemoryError",
+    "LiverollError",
+    "PrefillLimitError",
+    "PromptError",
+    "ResolvedSampling",
+    "RolloutBatch",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutRequest",
+    "RolloutStats",
+    "SamplingConfig",
+    "UnsupportedGenerationError",
+    "UnsupportedModelError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that `import liveroll` loads neither torch nor transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'liveroll' has no attribute {name!r}")
+    return getattr(import_module(f"liveroll.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Attention over packed prompts and paged rows, registered with transformers."""

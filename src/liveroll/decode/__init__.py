@@ -1,0 +1,1 @@
+"""The decode step over static tensors, and sampling."""

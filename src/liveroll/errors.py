@@ -1,0 +1,33 @@
+"""Every exception liveroll raises on purpose, each saying what was wrong and what to do."""
+
+
+class LiverollError(Exception):
+    """Base of all errors raised by liveroll."""
+
+
+class ConfigError(LiverollError, ValueError):
+    """A setting is out of range, or settings that cannot be combined were combined."""
+
+
+class PromptError(LiverollError, ValueError):
+    """A prompt, token id, mask or shape cannot be generated from."""
+
+
+class PrefillLimitError(PromptError):
+    """A single prompt is longer than `RolloutConfig.prefill_max_tokens`."""
+
+
+class UnsupportedModelError(LiverollError):
+    """The engine cannot run this model exactly; the message says which part of it."""
+
+
+class UnsupportedGenerationError(LiverollError):
+    """The effective generation configuration asks for something the engine does not do exactly."""
+
+
+class KVMemoryError(LiverollError):
+    """The KV memory allowed cannot hold even one prompt; the message says how much is needed."""
+
+
+class EngineStateError(LiverollError, RuntimeError):
+    """The engine was used while a stream was open, or was re-entered."""

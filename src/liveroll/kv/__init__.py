@@ -1,0 +1,1 @@
+"""Where keys and values live: paged storage and the cache that writes it."""

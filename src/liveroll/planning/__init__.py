@@ -1,0 +1,1 @@
+"""Deciding how prompts are prefilled; no tensors here."""

@@ -1,0 +1,1 @@
+"""Running a prefill plan on the model."""

@@ -1,0 +1,1 @@
+"""Deciding which request runs when, on which slot and pages; no tensors here."""

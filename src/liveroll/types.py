@@ -1,0 +1,132 @@
+"""What goes in and comes out of a rollout: requests, completions, the batch and its statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A left-padded batch of prompts.
+
+    Args:
+        prompt_ids: `[B, T]` int64 token ids.
+        prompt_attention_mask: `[B, T]`, nonzero where `prompt_ids` is a prompt token; zeros only on the left.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_attention_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ResolvedSampling:
+    """The settings a prompt really ran with: every field of `SamplingConfig` with nothing left to inherit.
+
+    `do_sample` is False where the most likely token is taken; `temperature`, `top_k`, `top_p` and `min_p` are
+    then without effect, as in `model.generate`.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int
+    n: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    seed: int | None
+    logprobs: bool
+    pad_token_id: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    Attributes:
+        prompt_index: position of the prompt in the call.
+        sample_index: which of the prompt's `n` samples this is.
+        token_ids: the response, its stop token included.
+        text: the response decoded, special tokens skipped; None without a tokenizer.
+        logprobs: natural log-probability of each token in the distribution it was drawn from (after penalties,
+            temperature and filters); for a greedy response, of the distribution after penalties. None where
+            not asked for.
+        finish_reason: `stop` (a stop token or string), `length` (the budget) or `aborted`.
+        stop: the token id or string that ended it, if one did.
+    """
+
+    prompt_index: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason
+    stop: int | str | None
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What a call did.
+
+    Attributes:
+        route: the prefill route taken; `generate` where the call was handed to `model.generate` as a fallback.
+        fallback_reason: why it was handed over, or None.
+        prompts: prompts given.
+        new_tokens: tokens in the completions.
+        prefill_forwards: forwards over prompts.
+        prefill_tokens: token positions in them, padding included.
+        padded_tokens: how many of those were padding.
+        decode_steps: forwards for one new token of every running row.
+        preemptions: rows put back in the queue because the pages ran out.
+        peak_pages: most KV pages in use at once.
+        kv_bytes: bytes of KV storage held.
+        seconds: wall time of the call.
+    """
+
+    route: str
+    prompts: int
+    new_tokens: int
+    prefill_forwards: int
+    prefill_tokens: int
+    padded_tokens: int
+    decode_steps: int
+    preemptions: int
+    peak_pages: int
+    kv_bytes: int
+    seconds: float
+    fallback_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The result of `RolloutEngine.generate`: completions, and the same as tensors.
+
+    Rows are in the order of the prompts, the `n` samples of a prompt beside each other.
+
+    Attributes:
+        completions: one for each row.
+        input_ids: `[N, P + R]` int64: the prompts left-padded to P, then the responses right-padded to R.
+        attention_mask: `[N, P + R]` int64, 1 where `input_ids` is a prompt or response token.
+        response_start_idx: P, the column where every response begins.
+        sampling: the resolved settings, one for each prompt.
+        stats: what the call did.
+    """
+
+    completions: tuple[Completion, ...]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    response_start_idx: int
+    sampling: tuple[ResolvedSampling, ...]
+    stats: RolloutStats = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.completions)
