@@ -105,7 +105,7 @@ class SamplingConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: tuple[int, ...] | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | str = ()
     seed: int | None = None
     logprobs: bool = True
 
@@ -185,6 +185,6 @@ def _tuple_of(config: Any, name: str, kind: type) -> tuple[Any, ...]:
         raise ConfigError(f"{_owner(config, name)} must be a sequence of {kind.__name__}, not {value!r}")
     items = tuple(value)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, kind) or (kind is int and item < 0):
+        if isinstance(item, bool) or not isinstance(item, kind) or (isinstance(item, int) and item < 0):
             raise ConfigError(f"{_owner(config, name)} holds {item!r}; every entry must be a {kind.__name__}")
     return items
