@@ -165,9 +165,7 @@ def _draw_weights(model: PreTrainedModel, name: str, generator: torch.Generator)
 
 
 @contextmanager
-def with_eos(
-    model: PreTrainedModel, eos: int | list[int] | None, pad: int | None = None
-) -> Iterator[PreTrainedModel]:
+def with_eos(model: PreTrainedModel, eos: int | list[int] | None, pad: int | None = None) -> Iterator[PreTrainedModel]:
     """Give the model's generation configuration these ids inside the block."""
     before = model.generation_config
     model.generation_config = copy.deepcopy(before)
@@ -204,9 +202,7 @@ def reference_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **
     With a repetition penalty transformers 4.57 also counts the padding as history, so its rows may then differ
     from `reference`.
     """
-    eos, pad = (
-        kwargs.get(key, getattr(model.generation_config, key)) for key in ("eos_token_id", "pad_token_id")
-    )
+    eos, pad = (kwargs.get(key, getattr(model.generation_config, key)) for key in ("eos_token_id", "pad_token_id"))
     stops = {eos} if isinstance(eos, int) else set(eos or ())
     ids, mask = left_pad(prompts, pad_id=0 if pad is None else pad)
     rows = model.generate(ids, attention_mask=mask, **kwargs)[:, ids.shape[1] :].tolist()
