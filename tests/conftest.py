@@ -1,4 +1,4 @@
-"""Set up every test run: tests share one core, and `import zoo` finds the modules in this folder."""
+"""Set up every test run: one thread, since a tiny model is slower on several."""
 
 import torch
 
