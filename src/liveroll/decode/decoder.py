@@ -170,7 +170,7 @@ class Decoder:
         self._state = RowState(
             slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
         )
-        self._backend = choose_backend(shape.layers, dtype, device)
+        self._backend = choose_backend(device)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
 

@@ -48,6 +48,11 @@ class PagedStorage:
             key: `[T, kv_heads, key_dim]`.
             value: `[T, kv_heads, value_dim]`.
         """
+        if key.is_cuda:
+            from liveroll.kernels.kv_write import write_kv
+
+            write_kv(key, value, self.keys[layer], self.values[layer], index)
+            return
         self.keys[layer].flatten(0, 1).index_copy_(0, index, key)
         self.values[layer].flatten(0, 1).index_copy_(0, index, value)
 
