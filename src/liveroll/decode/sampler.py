@@ -121,8 +121,9 @@ def keep_likely(scores: Tensor, top_k: Tensor, tail: Tensor, min_p: Tensor) -> T
     (Nguyen et al. 2024, arXiv:2407.01082). Of equal tokens at the edge of top-p, those with the highest ids stay.
     """
     width = scores.shape[-1]
-    # From the least likely on, as transformers does it: which of equal tokens stay depends on the direction.
-    ranked, order = scores.sort(dim=-1)
+    # From the least likely on, as transformers does it: which of equal tokens stay depends on the direction. A sort
+    # that is not stable would let it depend on the device and the size of the batch too.
+    ranked, order = scores.sort(dim=-1, stable=True)
     kept = torch.where(top_k > 0, top_k, width).clamp(max=width)
     ranked = ranked.masked_fill(ranked < ranked.gather(1, width - kept[:, None]), _NEVER)
     probabilities = ranked.softmax(dim=-1)
