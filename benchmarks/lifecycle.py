@@ -61,7 +61,9 @@ def rounds(dtype: torch.dtype) -> dict[str, Any]:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         probed = tokens_of(engine.generate(probe, SamplingConfig(max_new_tokens=32, temperature=0)))
-        eager = RolloutEngine(model, config=RolloutConfig(max_slots=ROWS, max_length=1024, kv_fraction=0.3, capture=False))
+        eager = RolloutEngine(
+            model, config=RolloutConfig(max_slots=ROWS, max_length=1024, kv_fraction=0.3, capture=False)
+        )
         held = agreement(tokens_of(batch), tokens_of(eager.generate(prompts, GREEDY)))
         eager.shutdown()
         rows.append(
@@ -118,10 +120,10 @@ def speed_and_memory() -> dict[str, Any]:
 
     slept: dict[str, Any] = {}
     free = torch.cuda.mem_get_info()[0]
-    note = engine.sleep()
+    kept = engine.sleep()
     slept["gave back"] = torch.cuda.mem_get_info()[0] - free
     slept["kv bytes"] = memory.kv
-    slept["note"] = note
+    slept["captures kept"] = kept
     captures = engine.captures
     torch.cuda.synchronize()
     began = time.perf_counter()

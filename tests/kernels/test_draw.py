@@ -14,7 +14,7 @@ def rows_of(device, count, sampled, seed):
         sampled=torch.tensor(sampled, device=device),
         temperature=torch.where(torch.tensor(sampled), 0.3 + torch.rand(count, generator=generator), 1.0).to(device),
         top_k=torch.zeros(count, dtype=torch.int64, device=device),
-        top_p=torch.ones(count, device=device),
+        tail=torch.zeros(count, device=device),
         min_p=torch.zeros(count, device=device),
         penalty=torch.ones(count, device=device),
         seen=None,
