@@ -91,11 +91,12 @@ def test_a_new_shape_never_holds_both_states(monkeypatch):
     engine = RolloutEngine(model, config=RolloutConfig(max_slots=4096, kv_fraction=0.9))
     engine.generate(prompts(8), GREEDY)
     first = engine.memory().kv
+    besides = torch.cuda.memory_allocated() - first
     torch.cuda.reset_peak_memory_stats()
     engine.generate(prompts(400, rows=2), GREEDY)
     second = engine.memory().kv
     assert second > first > 100 * MIB
-    assert torch.cuda.max_memory_allocated() < first + second
+    assert torch.cuda.max_memory_allocated() - besides < second + first / 2
 
 
 def test_a_step_that_cannot_be_captured():
