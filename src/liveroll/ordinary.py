@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,6 +20,7 @@ from transformers import (
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
+from liveroll.model.generation import to_generation_config
 from liveroll.model.versions import prepared_for_generate
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request
@@ -45,7 +45,7 @@ class _Sampling(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, state: RowState, variant: Variant) -> None:
         self._state = state
         self._variant = variant
-        self._slots = torch.arange(len(state.numbers), device=state.numbers.device)
+        self._slots = torch.arange(state.slots, device=state.numbers.device)
         self.reports: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
                 if request.stop is None and (found := self._search(request, tokens[:, row])):
                     request.stop = found
                     self._state.numbers[row, Column.REMAINING] = 0
-        return self._state.numbers[:, Column.REMAINING] <= 0
+        return self._state.numbers[: self._state.slots, Column.REMAINING] <= 0
 
 
 def run_ordinary(
@@ -99,21 +99,24 @@ def run_ordinary(
         len(requests),
         table_width=1,
         stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
-        vocab_size=history_width(requests, model),
+        vocab_size=model.config.get_text_config().vocab_size,
         device=device,
     )
+    if variant is Variant.FULL:
+        state.keep_histories()
     state.admit(requests)
     sampling = _Sampling(state, variant)
-    config = GenerationConfig(
+    # All that is left to `generate` is to take the one token that the sampler leaves it.
+    bare = replace(
+        requests[0].sampling,
         max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        min_new_tokens=0,
+        n=1,
         do_sample=False,
-        pad_token_id=requests[0].sampling.pad_token_id,
-        use_cache=True,
-        num_beams=1,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
+        repetition_penalty=1.0,
+        stop_token_ids=(),
     )
-    with prepared_for_generate(model, config):
+    with prepared_for_generate(model, to_generation_config(bare)):
         model.generate(
             torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
@@ -138,10 +141,3 @@ def _finish(requests: Sequence[Request], tokens: np.ndarray, outcomes: np.ndarra
             request.finish_reason, request.stop = "stop", int(request.tokens[-1])
         else:
             request.finish_reason = "length"
-
-
-def history_width(requests: Sequence[Request], model: PreTrainedModel) -> int | None:
-    """Width of the histories that penalties need; None where no request has one."""
-    if all(request.sampling.repetition_penalty == 1 for request in requests):
-        return None
-    return int(model.config.get_text_config().vocab_size)

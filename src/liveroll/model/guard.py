@@ -20,32 +20,34 @@ class ModelGuard:
 
     Args:
         model: the model.
-        training: the mode to generate in.
+        training: the mode to generate in; None leaves every module in its own.
     """
 
-    def __init__(self, model: PreTrainedModel, *, training: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, training: bool | None) -> None:
         self._model = model
         self._training = training
-        self._own = attention_implementation(model)
+        self.own = attention_implementation(model)
+        """Name of the attention implementation that the model came with."""
         interface.register()
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
         modules = list(self._model.modules())
-        training = [module.training for module in modules]
+        wanted = self._training
+        flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
         device = self._model.device
         try:
-            for module in modules:
-                module.training = self._training
+            for module in flipped:
+                module.training = wanted
             for module in checkpointing:
                 module.gradient_checkpointing = False
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 yield
         finally:
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
+            for module in flipped:
+                module.training = not wanted
             for module in checkpointing:
                 module.gradient_checkpointing = True
 
@@ -58,7 +60,7 @@ class ModelGuard:
     @contextmanager
     def own_attention(self) -> Iterator[None]:
         """Inside `our_attention`, the implementation that the model came with."""
-        with self._attention(self._own):
+        with self._attention(self.own):
             yield
 
     @contextmanager
