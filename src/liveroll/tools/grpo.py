@@ -28,8 +28,10 @@ def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """
     groups = rewards.reshape(-1, group_size)
     centred = groups - groups.mean(dim=1, keepdim=True)
-    # The small number keeps a group without spread at zero; any other group has a spread far above it.
-    return (centred / (groups.std(dim=1, keepdim=True, correction=0) + 1e-6)).reshape(-1)
+    # Compared, not computed: rounding leaves equal rewards such as 0.1 a spread of almost, not exactly, nothing.
+    agrees = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    spread = groups.std(dim=1, keepdim=True, correction=0)
+    return (centred / spread).masked_fill(agrees, 0.0).reshape(-1)
 
 
 def rollout_logprobs(batch: RolloutBatch) -> torch.Tensor:
