@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -100,25 +99,21 @@ class _Row:
 
 
 class FakeDevice:
-    """Carries out step plans as `StepRunner` does, with a dictionary in place of KV storage.
+    """Carries out step plans in the order they are launched, with a dictionary in place of KV storage.
 
     Args:
         page_size: tokens in a page.
-        stalls: whether a step reports IDLE for a decoding row and leaves it as it is; given step and slot.
     """
 
-    def __init__(self, page_size: int, stalls: Callable[[int, int], bool] = lambda step, slot: False) -> None:
+    def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._stalls = stalls
         self._written: dict[tuple[int, int], tuple[int, int]] = {}
         self._rows: dict[int, _Row] = {}
         self._table = np.empty((0, 0), np.int32)
         self._version: int | None = None
-        self.steps = 0
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
         """Carry out a plan; raises AssertionError where a row would read or write what is not its own."""
-        self.steps += 1
         if self._version != scheduler.table_version:
             self._table, self._version = scheduler.block_table.copy(), scheduler.table_version
         if isinstance(plan, PrefillStep):
@@ -138,7 +133,7 @@ class FakeDevice:
 
     def _decode(self, slot: int, plan: DecodeStep) -> tuple[int, Outcome, np.float32]:
         row = self._rows[slot]
-        if row.remaining == 0 or self._stalls(self.steps, slot):
+        if row.remaining == 0:
             return -1, Outcome.IDLE, np.float32("nan")
         pages = self._table[slot]
         self._write(pages[row.position // self._page_size], row.request, row.position)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_only_a_context_over_the_limit_exceeds_it(route, lengths, limit):
 def test_forwards_are_full(route, lengths, limit):
     """Guards against more forwards than the limit asks for: two neighbours never fit into one."""
     forwards = plan_forwards(route, lengths, limit)
-    for one, other in zip(forwards, forwards[1:], strict=False):
+    for one, other in pairwise(forwards):
         joined = one.indices + other.indices[:1]
         width = None if route == "packed" else max(lengths[index] for index in joined)
         assert positions(Forward(joined, width), lengths) > limit

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
-from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult
+from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.scheduler import REFILL_SHARE, Scheduler
 
@@ -29,13 +27,7 @@ class Case:
     slots: int
     page_size: int
     spare_pages: int
-    stall_seed: int | None = None
-
-    def make_requests(self) -> list[Request]:
-        return [make_request(row, **arguments) for row, arguments in enumerate(self.requests)]
-
-    def stalls(self, step: int, slot: int) -> bool:
-        return self.stall_seed is not None and crc32(f"{self.stall_seed} {step} {slot}".encode()) % 4 == 0
+    ahead: int = 0
 
 
 @st.composite
@@ -53,7 +45,7 @@ def cases(draw) -> Case:
         slots=draw(st.integers(1, 6)),
         page_size=draw(st.integers(1, 5)),
         spare_pages=draw(st.integers(0, 10)),
-        stall_seed=draw(st.none() | st.integers(0, 99)),
+        ahead=draw(st.integers(0, 3)),
     )
 
 
@@ -62,7 +54,7 @@ class Drive:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.requests = case.make_requests()
+        self.requests = [make_request(row, **arguments) for row, arguments in enumerate(case.requests)]
         self.endings = [ending_of(request) for request in self.requests]
         longest = max(self.pages_for(request.longest) for request in self.requests)
         self.allocator = PageAllocator(1 + longest + case.spare_pages)
@@ -73,48 +65,57 @@ class Drive:
             page_size=case.page_size,
             search_stop=search_stop,
         )
-        self.device = FakeDevice(case.page_size, case.stalls)
+        self.device = FakeDevice(case.page_size)
         self.queue = sorted(self.requests, key=lambda request: -request.sampling.max_new_tokens)
         self.running: list[Request] = []
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.done: Counter[int] = Counter()
-        self.positions: dict[int, int] = {}
-        self.plans: list[StepPlan] = []
+        # Of the next step of each row: the position that it feeds, and how many steps are left.
+        self.position: dict[int, int] = {}
+        self.left: dict[int, int] = {}
+        self.steps: list[StepPlan] = []
 
     def run(self) -> Drive:
-        sampled = 0
         while (plan := self.plan()) is not None:
-            self.plans.append(plan)
-            result = self.device.run(plan, self.scheduler)
-            sampled += max(int((result.outcomes != Outcome.IDLE).sum()), self.case.stall_seed is not None)
-            assert len(self.plans) <= sampled, "a step brought no token"
-            self.commit(plan, result)
+            waiting = isinstance(plan, Wait)
+            if not isinstance(plan, Wait):
+                self.steps.append(plan)
+                self.in_flight.append((plan, self.device.run(plan, self.scheduler)))
+            while len(self.in_flight) > (0 if waiting else self.case.ahead):
+                self.commit(*self.in_flight.popleft())
         assert self.done == Counter(range(len(self.requests)))
         assert [Ending.reached(request) for request in self.requests] == self.endings
-        assert self.scheduler.waiting == 0
+        # Every step brings a token, but those launched for a row before it was known to have ended.
+        idle = self.case.ahead * len(self.requests)
+        assert len(self.steps) <= sum(len(ending.tokens) for ending in self.endings) + idle
+        assert self.scheduler.waiting == len(self.queue) == 0
         assert self.allocator.available == self.allocator.pages - 1
         assert self.scheduler.plan() is None
         return self
 
-    def plan(self) -> StepPlan | None:
-        free = self.case.slots - len(self.running)
-        available = self.allocator.available
+    def plan(self) -> StepPlan | Wait | None:
+        free, available = self.case.slots - len(self.running), self.allocator.available
         before = {request.row: (request.slot, list(request.pages)) for request in self.running}
         table, version = self.scheduler.block_table.copy(), self.scheduler.table_version
-        preemptions = self.scheduler.preemptions
+        preempted = self.scheduler.preemptions
         plan = self.scheduler.plan()
         self.scheduler.check()
+        asking = sum(self.pages_for(self.position[r.row] + 1) > len(before[r.row][1]) for r in self.going_on())
         refills = not self.running or free >= min(len(self.queue), REFILL_SHARE * self.case.slots)
-        admits = bool(self.queue) and free > 0 and refills and self.needs(self.queue[0]) <= available
-        if admits:
+        if self.queue and free and refills and self.needs(self.queue[0]) <= available:
             assert isinstance(plan, PrefillStep)
             self.check_admission(plan, free, before)
-        elif self.running:
-            assert isinstance(plan, DecodeStep)
-            self.check_decode(plan, available, before)
-            preemptions += len(before) - len(self.running)
+        elif plan is None:
+            assert not self.running
+            assert not self.in_flight
+        elif isinstance(plan, Wait):
+            assert self.in_flight, "nothing to wait for"
+            assert not self.going_on() or asking > available, "a step could have been planned"
         else:
-            assert plan is None
-        assert self.scheduler.preemptions == preemptions
+            assert isinstance(plan, DecodeStep)
+            self.check_decode(plan, before, asking - available)
+            preempted += len(before) - len(self.running)
+        assert self.scheduler.preemptions == preempted
         assert self.scheduler.waiting == len(self.queue)
         if not np.array_equal(table, self.scheduler.block_table):
             assert self.scheduler.table_version != version
@@ -128,45 +129,48 @@ class Drive:
         full = count == free or count == len(self.queue)
         assert full or self.needs(self.queue[count]) > self.allocator.available, "a request that fits was left out"
         assert before == {r.row: (r.slot, list(r.pages)) for r in self.running}, "a running row was moved"
-        for request in plan.admitted:
-            self.positions[request.row] = len(request.context) - 1
         self.running += plan.admitted
         del self.queue[:count]
-        self.check_pages(plan.admitted)
+        for request in plan.admitted:
+            self.position[request.row] = len(request.context)
+            self.left[request.row] = request.sampling.max_new_tokens - len(request.tokens) - 1
+            self.check_pages(request, len(request.context))
 
-    def check_decode(self, plan: DecodeStep, available: int, before: dict) -> None:
+    def check_decode(self, plan: DecodeStep, before: dict, lacking: int) -> None:
         kept = [request for request in self.running if request.slot is not None]
         assert kept == self.running[: len(kept)], "another row than the youngest was preempted"
-        assert kept, "nothing is left running"
         if preempted := self.running[len(kept) :]:
-            asking = sum(self.positions[row] // self.case.page_size == len(pages) for row, (_, pages) in before.items())
-            assert asking > available, "a row was preempted while there were pages"
+            assert not self.in_flight, "a row was preempted before all its tokens were known"
+            assert lacking > 0, "a row was preempted while there were pages"
             assert self.allocator.available <= len(before[preempted[0].row][1]), "more rows than needed were preempted"
         self.running, self.queue = kept, preempted + self.queue
         for request in kept:
             slot, pages = before[request.row]
             assert (request.slot, request.pages[: len(pages)]) == (slot, pages), "a running row was moved"
-        assert plan.slots.tolist() == sorted(request.slot for request in kept)
-        assert plan.longest == max(self.positions[request.row] for request in kept) + 1
-        self.check_pages(kept)
+        step = self.going_on()
+        assert plan.slots.tolist() == sorted(request.slot for request in step)
+        assert plan.longest == max(self.position[request.row] for request in step) + 1
+        for request in step:
+            self.position[request.row] += 1
+            self.left[request.row] -= 1
+            self.check_pages(request, self.position[request.row])
 
-    def check_pages(self, requests: Sequence[Request]) -> None:
-        """Each has the pages of the positions that the step writes, and nothing else stands in its table row."""
-        for request in requests:
-            assert len(request.pages) == self.positions[request.row] // self.case.page_size + 1
-            row = self.scheduler.block_table[request.slot].tolist()
-            assert row == request.pages + [SCRATCH_PAGE] * (len(row) - len(request.pages))
+    def check_pages(self, request: Request, tokens: int) -> None:
+        """The request has pages for so many tokens, and nothing else stands in its row of the block table."""
+        assert len(request.pages) == self.pages_for(tokens)
+        row = self.scheduler.block_table[request.slot].tolist()
+        assert row == request.pages + [SCRATCH_PAGE] * (len(row) - len(request.pages))
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        rows = {request.slot: request.row for request in self.running}
-        slots = [r.slot for r in plan.admitted] if isinstance(plan, PrefillStep) else plan.slots.tolist()
-        for slot, outcome in zip(slots, result.outcomes, strict=True):
-            self.positions[rows[slot]] += outcome != Outcome.IDLE
         for request in self.scheduler.commit(plan, result):
             self.done[request.row] += 1
             assert (request.slot, request.pages) == (None, [])
         self.scheduler.check()
         self.running = [request for request in self.running if not self.done[request.row]]
+
+    def going_on(self) -> list[Request]:
+        """The running requests that have a step left, as far as is known."""
+        return [request for request in self.running if self.left[request.row]]
 
     def needs(self, request: Request) -> int:
         return self.pages_for(len(request.context))
@@ -199,8 +203,14 @@ def case_of(*requests: tuple[int, int], slots: int, page_size: int = 4, spare_pa
     return Case(arguments, slots, page_size, spare_pages)
 
 
+def test_a_step_is_planned_only_for_rows_that_go_on():
+    """Guards against a row that is fed behind its last page because its end is not known yet."""
+    drive = Drive(Case(({"prompt": 4, "budget": 2}, {"prompt": 4, "budget": 6}), 2, 4, 99, ahead=3)).run()
+    assert [len(plan.slots) for plan in drive.steps[1:]] == [2, 1, 1, 1, 1]
+
+
 def admissions(drive: Drive) -> list[list[int]]:
-    return [[request.row for request in plan.admitted] for plan in drive.plans if isinstance(plan, PrefillStep)]
+    return [[request.row for request in plan.admitted] for plan in drive.steps if isinstance(plan, PrefillStep)]
 
 
 def test_preempted_rows_keep_their_tokens():
@@ -224,7 +234,7 @@ def test_slots_are_refilled_a_quarter_at_once():
     requests = [(1, 30)] * 6 + [(1, 29), (1, 28)] + [(1, 5)] * 3
     drive = Drive(case_of(*requests, slots=8)).run()
     # Row 7 leaves a slot after 28 tokens; it waits for that of row 6, one step later.
-    steps = [isinstance(plan, PrefillStep) for plan in drive.plans]
+    steps = [isinstance(plan, PrefillStep) for plan in drive.steps]
     assert steps.index(True, 1) == 29
     assert admissions(drive) == [list(range(8)), [8, 9], [10]]
 
@@ -232,7 +242,7 @@ def test_slots_are_refilled_a_quarter_at_once():
 def test_the_last_request_does_not_wait_for_a_quarter():
     """Guards against a last request that waits for company that never comes."""
     drive = Drive(case_of(*[(1, 30)] * 7, (1, 10), (1, 9), slots=8)).run()
-    steps = [isinstance(plan, PrefillStep) for plan in drive.plans]
+    steps = [isinstance(plan, PrefillStep) for plan in drive.steps]
     assert steps.index(True, 1) == 10
 
 
@@ -264,6 +274,17 @@ def test_a_stop_string_counts_before_the_stop_token_that_completes_it():
     arguments = ({"prompt": 2, "budget": 5, "stop_token_ids": (last,), "stop": (LETTERS[last],)},)
     drive = Drive(Case(arguments, slots=1, page_size=4, spare_pages=0)).run()
     assert drive.requests[0].stop == LETTERS[last]
+
+
+@pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
+def test_a_slot_is_refilled_while_steps_of_its_last_row_are_in_flight(kind):
+    """Guards against tokens that a step launched too late gives to the next row of the slot."""
+    stop = token_at(0, 4)
+    first = {"prompt": 3, "budget": 30, kind: (LETTERS[stop] if kind == "stop" else stop,)}
+    drive = Drive(Case((first, {"prompt": 2, "budget": 8}), slots=1, page_size=2, spare_pages=0, ahead=3)).run()
+    # The prefill of the first row and its one decode step, then three of them too many.
+    assert len(drive.requests[0].tokens) == 2
+    assert [isinstance(step, PrefillStep) for step in drive.steps[:7]] == [1, 0, 0, 0, 0, 1, 0]
 
 
 def test_stop_strings_need_a_search():

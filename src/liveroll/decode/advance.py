@@ -34,7 +34,7 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
         sampled=numbers[:, Column.SAMPLED] != 0,
         temperature=settings[:, Setting.TEMPERATURE],
         top_k=numbers[:, Column.TOP_K],
-        top_p=settings[:, Setting.TOP_P],
+        tail=settings[:, Setting.TAIL],
         min_p=settings[:, Setting.MIN_P],
         penalty=settings[:, Setting.PENALTY],
         seen=None if seen is None else seen[slots],

@@ -30,7 +30,7 @@ class Setting(IntEnum):
     """Real numbers kept of a slot."""
 
     TEMPERATURE = 0
-    TOP_P = 1
+    TAIL = 1  # 1 - top_p, rounded once as in transformers
     MIN_P = 2
     PENALTY = 3
 
@@ -114,10 +114,10 @@ def _numbers(request: Request) -> list[int]:
 def _settings(request: Request) -> list[float]:
     sampling = request.sampling
     row = [1.0] * len(Setting)
-    row[Setting.MIN_P] = 0.0
+    row[Setting.TAIL] = row[Setting.MIN_P] = 0.0
     if sampling.do_sample:
         row[Setting.TEMPERATURE] = sampling.temperature
-        row[Setting.TOP_P] = sampling.top_p
+        row[Setting.TAIL] = 1 - sampling.top_p
         row[Setting.MIN_P] = sampling.min_p
     row[Setting.PENALTY] = sampling.repetition_penalty
     return row
