@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from liveroll.types import RolloutBatch
 
 PROMPTS = 32  # problems in a round
 ANSWERS = 8  # answers to each: the group that an answer is compared with
+SLOTS = 128  # rows that decode side by side; half of a round's answers wait for a free one
 MAX_NEW_TOKENS = 24  # the longest solution has 21
 EXAM_PROBLEMS = 256
 EXAM_EVERY = 5  # rounds from one exam, and one timing of `model.generate`, to the next
@@ -44,7 +46,8 @@ def run_demo(out: Path, rounds: int = 40, seed: int = 0) -> DemoResult:
     history: list[Round] = []
 
     with (
-        RolloutEngine(model, tokenizer, RolloutConfig(max_slots=PROMPTS * ANSWERS)) as engine,
+        one_thread(),
+        RolloutEngine(model, tokenizer, RolloutConfig(max_slots=SLOTS)) as engine,
         (out / "rollouts.jsonl").open("w", encoding="utf-8") as rollouts,
         Board(rounds) as board,
     ):
@@ -75,6 +78,17 @@ def run_demo(out: Path, rounds: int = 40, seed: int = 0) -> DemoResult:
     draw_curve(out / "curve.png", history, final)
     print(f"{result.sentence()} Every answer is in {out / 'rollouts.jsonl'}, the curve in {out / 'curve.png'}.")
     return result
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: on matrices this small, threads cost more in waiting for each other than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def sampled_answers(seed: int) -> SamplingConfig:

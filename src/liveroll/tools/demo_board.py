@@ -17,9 +17,18 @@ from liveroll.tools.embedded import reward
 ROWS = 10  # newest rounds on the live board
 SHOWN = 4  # held-out problems whose answers are shown
 
+NOTE = """\
+reward, solved: sampled answers to training problems. exam: greedy, held out.
+engine, generate: tokens per second of both with the same weights, on the same
+prompts, sampling as many answers of the same distribution.
+Largest difference between the engine's and the trainer's logprobs: {gap:.1e}
+"""
+
 
 class Board:
     """Shows the newest rounds while the demo runs, and the measured ones when it has ended.
+
+    Where the output is no terminal, and nothing can be redrawn, every round is a line.
 
     Args:
         rounds: how many there will be.
@@ -27,7 +36,8 @@ class Board:
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        self.live = Live(console=Console(), auto_refresh=False)
+        self.console = Console()
+        self.live = Live(console=self.console, auto_refresh=False)
 
     def __enter__(self) -> Self:
         self.live.start()
@@ -40,8 +50,12 @@ class Board:
 
     def show(self, history: Sequence[Round]) -> None:
         """Show the newest rounds and the newest answers to the exam."""
+        newest = history[-1]
+        title = f"round {newest.number + 1} of {self.rounds}"
+        if not self.console.is_terminal:
+            tokens_per_second = f"{speed([newest.engine]):,.0f} tokens per second"
+            self.console.print(f"{title}: reward {newest.mean_reward:.3f}, {tokens_per_second}", highlight=False)
         exam = [round_.exam for round_ in history if round_.exam is not None][-1]
-        title = f"round {history[-1].number + 1} of {self.rounds}"
         self.live.update(Group(_rounds_table(title, history[-ROWS:]), _answers_table({"answer": exam})), refresh=True)
 
     def conclude(self, history: Sequence[Round], final: Exam, result: DemoResult) -> None:
@@ -50,9 +64,8 @@ class Board:
         self.live.update(
             Group(
                 _rounds_table("measured rounds", [round_ for round_ in history if round_.exam is not None]),
-                Text("exam: held-out problems, greedy. Tokens/s: the round's prompts, sampled, same weights."),
                 _answers_table({"before": first, "after": final}),
-                Text(f"largest difference between engine and trainer logprobs: {result.logprob_gap:.1e}"),
+                Text(NOTE.format(gap=result.logprob_gap)),
             ),
             refresh=True,
         )

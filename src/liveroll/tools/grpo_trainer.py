@@ -25,7 +25,7 @@ class GRPOTrainer:
     """
 
     def __init__(
-        self, model: Any, *, learning_rate: float = 2e-4, warm_up: int = 20, mini_batches: int = 2, seed: int = 0
+        self, model: Any, *, learning_rate: float = 1.5e-4, warm_up: int = 20, mini_batches: int = 2, seed: int = 0
     ) -> None:
         self.model = model
         self.mini_batches = mini_batches
