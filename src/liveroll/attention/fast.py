@@ -10,6 +10,7 @@ from liveroll.attention.layout import PackedLayout, PagedLayout
 from liveroll.attention.reference import ReferenceAttention
 from liveroll.kernels.paged_attention import paged_attention
 from liveroll.model.geometry import AttentionTraits
+from liveroll.model.versions import varlen_grouping
 
 
 class GpuAttention:
@@ -42,7 +43,7 @@ class GpuAttention:
             scale=traits.scale,
             # The kernel counts the keys to the left of a token, the model the token too.
             window_size=(-1 if traits.window is None else traits.window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **varlen_grouping(query.shape[1] != key.shape[1]),
         )
         assert isinstance(output, Tensor)
         return output

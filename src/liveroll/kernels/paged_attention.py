@@ -154,14 +154,15 @@ def paged_attention(
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(partials, dtype=torch.float32, device=query.device)
     shared = {"WINDOW": window or 0, "BLOCK": _BLOCK, "LEAST": _LEAST_CHUNK, "SPLITS": splits}
-    value_dim_p = triton.next_power_of_2(value_dim)
+    # A matrix product sums over 16 elements at least.
+    key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     _attend[(rows, heads, splits)](
         query, keys, values, table, lengths, query if sinks is None else sinks, output, partial, weight,
         scale, softcap or 0.0, query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3],
         table.stride(0), SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
-        K_DIM=key_dim, K_DIM_P=triton.next_power_of_2(key_dim), V_DIM=value_dim, V_DIM_P=value_dim_p,
+        K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
         HEADS=heads, PAGE=page_size, num_warps=4, num_stages=3 if query.dtype != torch.float32 else 1, **shared,
     )  # fmt: skip
     if splits > 1:

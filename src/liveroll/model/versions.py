@@ -1,4 +1,4 @@
-"""Where transformers 4.57 and 5.x differ: every probe of the version, and every call that depends on it."""
+"""Where versions of transformers and torch differ: every probe of one, and every call that depends on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig
 
 if TYPE_CHECKING:
@@ -122,3 +123,9 @@ def keeps_chosen_logits(model: nn.Module) -> bool:
 def attention_implementation(model: Any) -> str:
     """Name of the attention implementation in force; transformers has a public setter for it and no getter."""
     return str(model.config._attn_implementation)
+
+
+def varlen_grouping(grouped: bool) -> dict[str, bool]:
+    """The argument by which torch's `varlen_attn` is told of fewer KV heads than query heads; 2.11 needs none."""
+    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": grouped} if known else {}
