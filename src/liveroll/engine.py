@@ -16,7 +16,6 @@ from liveroll.config import RolloutConfig, SamplingConfig
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
-from liveroll.distributed.agreement import any_rank
 from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.model.capability import check_model, check_shape
@@ -76,7 +75,7 @@ class RolloutEngine:
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
         self._forward = ModelForward(self._model)
-        self._decoder = Decoder(self._model, self.config, lambda flag: any_rank(flag, tp_group, self._model.device))
+        self._decoder = Decoder(self._model, self.config, tp_group)
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
         self._calls = 0
         self._busy = False
@@ -235,6 +234,7 @@ class RolloutEngine:
         self._decoder.prepare(
             shape,
             dtype,
+            self._guard.modules,
             longest=max(request.longest for request in call.requests),
             stops=max(len(settings.stop_token_ids) for settings in call.sampling),
             variant=variant,

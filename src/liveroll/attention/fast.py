@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from liveroll.attention.layout import PackedLayout, PagedLayout
 from liveroll.attention.reference import ReferenceAttention
 from liveroll.kernels.paged_attention import paged_attention
 from liveroll.model.geometry import AttentionTraits
-from liveroll.model.versions import varlen_grouping
+from liveroll.model.versions import varlen_attention
 
 
 class GpuAttention:
@@ -32,7 +31,8 @@ class GpuAttention:
         if not serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None):
             return self._reference.packed(query, key, value, layout, traits, sinks)
         longest = layout.longest
-        output = varlen_attn(
+        varlen = varlen_attention(grouped=query.shape[1] != key.shape[1])
+        output: Tensor = varlen(
             query,
             key,
             value,
@@ -43,9 +43,7 @@ class GpuAttention:
             scale=traits.scale,
             # The kernel counts the keys to the left of a token, the model the token too.
             window_size=(-1 if traits.window is None else traits.window - 1, 0),
-            **varlen_grouping(query.shape[1] != key.shape[1]),
         )
-        assert isinstance(output, Tensor)
         return output
 
     def paged(

@@ -52,7 +52,8 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
     moved[:, Column.HELD] = (numbers[:, Column.HELD] - 1).clamp(min=0)
     state.numbers[slots] = torch.where(live[:, None], moved, numbers)
     if seen is not None:
-        seen[slots, tokens] = True
+        # One flat index: assigning a scalar by index copies it from the host, which a graph cannot.
+        seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
 
     outcome = torch.where(remaining > 0, int(Outcome.RUNNING), int(Outcome.SPENT))
     outcome = torch.where(stopped, int(Outcome.STOPPED), outcome)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -72,7 +74,10 @@ class CudaGraphs:
                 step()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             step()
         return graph
 
@@ -80,6 +85,19 @@ class CudaGraphs:
         """Bytes of the segments of the shared pool."""
         segments = torch.cuda.memory_snapshot(self._pool)
         return sum(int(segment["total_size"]) for segment in segments)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, nothing is collected: what frees device memory must not do so while a stream is captured."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def choose_capture(device: torch.device) -> CaptureBackend:

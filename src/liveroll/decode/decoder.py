@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.attention.backend import AttentionBackend, choose_backend
@@ -20,6 +20,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload
+from liveroll.distributed.agreement import any_rank
 from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
@@ -42,13 +43,13 @@ class Decoder:
     Args:
         model: the model.
         config: the engine's.
-        agree: tells whether any rank of the tensor-parallel group must capture again, given whether this one must.
+        tp_group: the ranks that hold shards of the model and capture together, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RolloutConfig, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, model: PreTrainedModel, config: RolloutConfig, tp_group: ProcessGroup | None) -> None:
         self._model = model
         self._config = config
-        self._agree = agree
+        self._tp_group = tp_group
         self._forward = ModelForward(model)
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
@@ -91,12 +92,22 @@ class Decoder:
         tensors = [tensor.nbytes for tensor in (self._rows_on_device, self._report) if tensor is not None]
         return sum(tensors) + (0 if self._state is None else self._state.bytes)
 
-    def prepare(self, shape: ModelShape, dtype: torch.dtype, *, longest: int, stops: int, variant: Variant) -> None:
+    def prepare(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        modules: Sequence[nn.Module],
+        *,
+        longest: int,
+        stops: int,
+        variant: Variant,
+    ) -> None:
         """Make ready for a call: keep everything if what it depends on has not changed, else begin anew.
 
         Args:
             shape: the model's layers.
             dtype: dtype of keys and values.
+            modules: all modules of the model.
             longest: keys and values that the longest row of the call comes to hold.
             stops: most stop tokens of a row.
             variant: how much of sampling the call runs.
@@ -105,14 +116,15 @@ class Decoder:
             KVMemoryError: the memory allowed cannot hold the longest row.
             CaptureError: `capture` is True and the model's step cannot be captured.
         """
-        self._check_hooks()
         self.wake()
         room = self._room(longest, stops)
-        new = Signature.of(self._model, {**self._settings(), "KV dtype": dtype, "layers": shape.layers, **room})
+        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
+        settings["autocast"] = torch.is_autocast_enabled(self._model.device.type)
+        new = Signature.of(modules, settings)
         # Until all is ready again nothing counts as captured, should anything below fail.
         old, self._signature = self._signature, None
         difference = "the first call" if old is None else old.difference(new, self._model)
-        if self._agree(difference is not None):
+        if any_rank(difference is not None, self._tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             self._begin_anew(shape, dtype, longest, room, reason)
         check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
@@ -170,6 +182,7 @@ class Decoder:
     def _begin_anew(
         self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
     ) -> None:
+        self._check_hooks()
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
         pages = min(slots * width, self._pool.allowed(shape, dtype, device))
@@ -243,7 +256,7 @@ class Decoder:
         size = self._config.page_size
         return {"tokens a row": -(-tokens // size) * size, "stop tokens a row": max(width, stops)}
 
-    def _settings(self) -> dict[str, Any]:
-        flags = [module.training for module in self._model.modules()]
-        mode = "train" if all(flags) else "mixed" + str(hash(tuple(flags))) if any(flags) else "eval"
-        return {"training mode": mode, "autocast": torch.is_autocast_enabled(self._model.device.type)}
+
+def _mode(modules: Sequence[nn.Module]) -> str:
+    flags = [module.training for module in modules]
+    return "train" if all(flags) else f"mixed ({hash(tuple(flags))})" if any(flags) else "eval"

@@ -9,6 +9,8 @@ from torch import nn
 
 def describe_failure(error: BaseException, model: nn.Module) -> str:
     """The innermost module of `model` that an error came through, and what it says."""
+    while error.__context__ is not None:  # ending a failed capture fails too, and hides why
+        error = error.__context__
     names = {id(module): name for name, module in model.named_modules()}
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

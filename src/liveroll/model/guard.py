@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
@@ -28,28 +29,30 @@ class ModelGuard:
         self._training = training
         self.own = attention_implementation(model)
         """Name of the attention implementation that the model came with."""
+        self.modules: list[nn.Module] = []
+        """All modules of the model, as they were found by the rollout that runs."""
         interface.register()
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
-        modules = list(self._model.modules())
+        modules = self.modules = list(self._model.modules())
         wanted = self._training
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
         device = self._model.device
         try:
             for module in flipped:
-                module.training = wanted
+                module.training = bool(wanted)
             for module in checkpointing:
-                module.gradient_checkpointing = False
+                module.gradient_checkpointing = False  # type: ignore[assignment]
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 yield
         finally:
             for module in flipped:
                 module.training = not wanted
             for module in checkpointing:
-                module.gradient_checkpointing = True
+                module.gradient_checkpointing = True  # type: ignore[assignment]
 
     @contextmanager
     def our_attention(self) -> Iterator[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 _ASPECTS = ("address", "shape", "strides", "dtype", "device")
 
@@ -24,12 +24,16 @@ class Signature:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, settings: Mapping[str, Any]) -> Signature:
+    def of(cls, modules: Sequence[nn.Module], settings: Mapping[str, Any]) -> Signature:
         """The signature of a model as it is now.
 
         Called once a rollout, for models of a thousand modules and tensors in under a millisecond.
+
+        Args:
+            modules: all modules of the model, in the order of `nn.Module.modules`.
+            settings: everything but tensors that a captured step depends on.
         """
-        return cls(tuple(_facts(tensor) for tensor in _tensors(model)), settings)
+        return cls(tuple(_facts(modules)), settings)
 
     def difference(self, new: Signature, model: nn.Module) -> str | None:
         """What changed from this signature to a new one of the same model, in words; None where nothing did."""
@@ -50,17 +54,15 @@ class Signature:
         return None
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor | None]:
+def _facts(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...] | None]:
     # `named_parameters` and `named_buffers` walk the modules once each and build every name: too slow for each call.
-    for module in model.modules():
-        yield from module._parameters.values()
-        yield from module._buffers.values()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values():
+                if tensor is None:
+                    yield None
+                else:
+                    yield tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _names(model: nn.Module) -> Iterator[str]:

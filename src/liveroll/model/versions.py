@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
@@ -125,7 +126,7 @@ def attention_implementation(model: Any) -> str:
     return str(model.config._attn_implementation)
 
 
-def varlen_grouping(grouped: bool) -> dict[str, bool]:
-    """The argument by which torch's `varlen_attn` is told of fewer KV heads than query heads; 2.11 needs none."""
+def varlen_attention(*, grouped: bool) -> Callable[..., Any]:
+    """Torch's `varlen_attn`, told by keyword of fewer KV heads than query heads since 2.12; 2.11 need not be told."""
     known = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return {"enable_gqa": grouped} if known else {}
+    return partial(varlen_attn, enable_gqa=grouped) if known else varlen_attn
