@@ -1,0 +1,274 @@
+"""`liveroll generate` from end to end, with a tiny model: whatever interrupts it, each line gets one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from liveroll.cli import app
+
+VOCABULARY = ["<pad>", "<end>", "<unk>", *"abcdefghijklmnopqrstuvwxyz =+?:"]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random Llama of two layers that reads single characters."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    backend = Tokenizer(WordLevel({word: place for place, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Work:
+    """A prompts file and an output file, and the command that leads from one to the other."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.prompts = folder / "in.jsonl"
+        self.out = folder / "out.jsonl"
+        self.checkpoint = checkpoint
+
+    def ask(self, *lines: Any) -> None:
+        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+    def command(self, *options: str) -> list[str]:
+        required = [
+            "--model",
+            self.checkpoint,
+            "--prompts",
+            self.prompts,
+            "--out",
+            self.out,
+            "--dtype",
+            "float32",
+        ]
+        return ["generate", *map(str, required), *options]
+
+    def run(self, *options: str, expect: int = 0) -> str:
+        """Run in this process; returns what was written to stderr."""
+        result = CliRunner().invoke(app, self.command(*options))
+        assert result.exit_code == expect, result.output + repr(result.exception)
+        return result.stderr
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """Run in a process of its own, as a user would."""
+        program = [sys.executable, "-c", "from liveroll.cli import main; main()", *self.command(*options)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self.out.read_text("utf-8").splitlines()]
+        return sorted(rows, key=lambda row: row["index"])
+
+    def wait_for_rows(self, count: int, process: subprocess.Popen[str]) -> None:
+        while not self.out.exists() or self.out.read_bytes().count(b"\n") < count:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def work(tmp_path: Path, checkpoint: Path) -> Work:
+    return Work(tmp_path, checkpoint)
+
+
+def test_every_line_gets_one_row_with_all_its_samples(work: Work) -> None:
+    """Guards against rows of the wrong prompt, samples out of order, and logprobs that were not asked for."""
+    work.ask(
+        {"prompt": "one and one"},
+        {"prompt_ids": [3, 4, 5], "id": "ids"},
+        {"messages": [{"role": "user", "content": "hello"}], "id": "chat"},
+        {"prompt": "short", "sampling": {"n": 1, "max_new_tokens": 2, "temperature": 0, "logprobs": True}},
+    )
+    work.run("--n", "3", "--max-new-tokens", "5", "--temperature", "1", "--slots", "4")
+    rows = work.rows()
+    assert [(row["index"], row["id"]) for row in rows] == [(0, 1), (1, "ids"), (2, "chat"), (3, 4)]
+    assert [len(row["completions"]) for row in rows] == [3, 3, 3, 1]
+    for row in rows[:3]:
+        for entry in row["completions"]:
+            assert entry.keys() == {"text", "token_ids", "finish_reason", "stop"}
+            assert 1 <= len(entry["token_ids"]) <= 5
+            assert entry["finish_reason"] == ("stop" if entry["token_ids"][-1] == 1 else "length")
+    (short,) = rows[3]["completions"]
+    assert len(short["logprobs"]) == len(short["token_ids"]) <= 2
+
+
+def test_the_same_prompt_on_two_lines_draws_different_samples(work: Work) -> None:
+    """Guards against all lines sharing one seed, so that a file of equal prompts repeats one answer."""
+    work.ask(*[{"prompt": "again"}] * 3)
+    work.run("--max-new-tokens", "12", "--temperature", "1", "--n", "2")
+    drawn = [tuple(entry["token_ids"]) for row in work.rows() for entry in row["completions"]]
+    assert len(set(drawn)) == 6
+
+
+def test_bad_lines_are_all_reported_and_nothing_runs(work: Work) -> None:
+    """Guards against a run that stops hours later at a line that was wrong from the start."""
+    work.ask({"prompt": "a"}, {"prompt": 1}, {"prompt": "b"}, {"prompt": "c", "id": 1})
+    message = work.run(expect=2)
+    assert message.startswith("error: 2 bad lines in ")
+    assert "\n  line 2: prompt must be a string" in message
+    assert "\n  line 4: id 1 is already that of line 1" in message
+    assert "Traceback" not in message
+    assert not work.out.exists()
+
+
+def test_lines_the_model_cannot_take_are_bad_lines_too(work: Work) -> None:
+    """Guards against a token id past the vocabulary, which on a GPU kills the process without a word."""
+    work.ask({"prompt": "a"}, {"prompt_ids": [3, len(VOCABULARY)]})
+    message = work.run(expect=2)
+    assert "1 bad line in " in message
+    assert f"\n  line 2: prompt_ids holds {len(VOCABULARY)}" in message
+    assert not work.out.exists()
+
+
+def test_skip_bad_runs_the_good_lines_and_says_which_it_left(work: Work) -> None:
+    """Guards against a line being left out without a word, and against seeds that shift when one is."""
+    work.ask({"prompt": "a"}, {"prompt": 1}, {"prompt_ids": [999]}, {"prompt": "a"})
+    message = work.run("--skip-bad", "--max-new-tokens", "6", "--temperature", "1")
+    assert "passed over line 2: " in message
+    assert "passed over line 3: " in message
+    assert "2 bad lines passed over" in message
+    rows = work.rows()
+    assert [row["index"] for row in rows] == [0, 3]
+    work.ask({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}, {"prompt": "a"})
+    work.run("--overwrite", "--max-new-tokens", "6", "--temperature", "1")
+    whole = work.rows()
+    assert [whole[0], whole[3]] == rows
+
+
+def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(work: Work) -> None:
+    """Guards against seeds that depend on which lines are left, so that later lines repeat earlier ones."""
+    work.ask(*[{"prompt": "again"}] * 4, *[{"prompt": word} for word in ("one", "two", "three", "four")])
+    options = ("--max-new-tokens", "8", "--temperature", "1", "--n", "2", "--slots", "3")
+    work.run(*options)
+    whole = work.rows()
+    lines = work.out.read_bytes().splitlines(keepends=True)
+    work.out.write_bytes(b"".join(lines[:3]) + lines[3][: len(lines[3]) // 2])
+    message = work.run(*options)
+    assert "5 prompts written" in message
+    assert "3 were there already" in message
+    assert work.rows() == whole
+
+
+def test_a_finished_run_has_nothing_left_to_do(work: Work) -> None:
+    """Guards against a second run repeating rows."""
+    work.ask({"prompt": "a"}, {"prompt": "b"})
+    work.run("--max-new-tokens", "2")
+    before = work.out.read_bytes()
+    assert "0 prompts written" in work.run("--max-new-tokens", "2")
+    assert work.out.read_bytes() == before
+
+
+def test_other_settings_are_refused_unless_told_to_overwrite(work: Work) -> None:
+    """Guards against one file with rows of two settings, two prompts files or two models."""
+    work.ask({"prompt": "a"}, {"prompt": "b"})
+    work.run("--max-new-tokens", "2")
+    before = work.out.read_bytes()
+    message = work.run("--max-new-tokens", "3", "--seed", "5", expect=2)
+    assert "sampling.max_new_tokens: 2 then, 3 now" in message
+    assert "sampling.seed: 0 then, 5 now" in message
+    work.ask({"prompt": "a"}, {"prompt": "c"})
+    assert "prompts file (sha256)" in work.run("--max-new-tokens", "2", expect=2)
+    assert work.out.read_bytes() == before
+    work.run("--max-new-tokens", "3", "--overwrite")
+    assert [len(row["completions"][0]["token_ids"]) <= 3 for row in work.rows()] == [True, True]
+
+
+def test_slots_and_route_may_change_when_resuming(work: Work) -> None:
+    """Guards against a run that ran out of memory not being able to go on with fewer slots."""
+    work.ask({"prompt": "a"}, {"prompt": "b"})
+    work.run("--max-new-tokens", "2")
+    assert "0 prompts written" in work.run("--max-new-tokens", "2", "--slots", "1", "--route", "per_prompt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--route", "fastest"), "RolloutConfig.prefill_route must be one of packed, "),
+        (("--slots", "0"), "RolloutConfig.max_slots must be at least 1, not 0"),
+        (("--top-p", "1.5"), "SamplingConfig.top_p must be above 0 and at most 1, not 1.5"),
+        (("--n", "0"), "SamplingConfig.n must be at least 1, not 0"),
+        (("--dtype", "int8"), "dtype must be one of auto, float32, bfloat16, float16, not 'int8'"),
+        (("--device", "abacus"), "device 'abacus' cannot be used: "),
+        (("--model", "no/such/folder"), "cannot load the model 'no/such/folder': "),
+    ],
+)
+def test_a_wrong_option_is_one_message_and_exit_code_2(
+    work: Work, options: tuple[str, ...], message: str
+) -> None:
+    """Guards against tracebacks for a user's slip, and against finding it only after the model has loaded."""
+    work.ask({"prompt": "a"})
+    shown = work.run(*options, expect=2)
+    assert shown.startswith(f"error: {message}")
+    assert "Traceback" not in shown
+    assert not work.out.exists()
+
+
+def test_debug_shows_the_traceback(work: Work) -> None:
+    """Guards against an error whose place cannot be found at all."""
+    result = CliRunner().invoke(app, ["--debug", *work.command("--slots", "0")])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("sent", "exit_code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=["kill -9", "Ctrl-C"]
+)
+def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(
+    work: Work, sent: signal.Signals, exit_code: int
+) -> None:
+    """Guards against rows held back in memory, rows lost or repeated, and a Ctrl-C that ends in a traceback."""
+    count = 60
+    work.ask(*[{"prompt": f"{chr(97 + line % 26)} question"} for line in range(count)])
+    options = ("--max-new-tokens", "100", "--temperature", "1", "--slots", "2", "--logprobs")
+    process = work.start(*options)
+    work.wait_for_rows(3, process)
+    process.send_signal(sent)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == exit_code
+    left = work.out.read_bytes()
+    done = left.count(b"\n")
+    assert 3 <= done < count
+    if sent == signal.SIGINT:
+        assert "interrupted; the same command" in shown
+        assert "Traceback" not in shown
+        assert left.endswith(b"\n")
+    message = work.run(*options)
+    assert f"{done} were there already" in message
+    assert work.out.read_bytes().startswith(left[: left.rindex(b"\n") + 1])
+    resumed = work.rows()
+    assert [row["index"] for row in resumed] == list(range(count))
+    work.run(*options, "--overwrite")
+    assert work.rows() == resumed
