@@ -119,3 +119,12 @@ def test_no_seed_and_no_file_are_refused(tmp_path: Path) -> None:
         read_jobs(tmp_path / "missing.jsonl", BASE)
     with pytest.raises(ConfigError, match=r"SamplingConfig\.seed must be given"):
         read_jobs(tmp_path / "in.jsonl", SamplingConfig())
+
+
+def test_equal_prompts_with_equal_seeds_are_a_bad_line(tmp_path: Path) -> None:
+    """Guards against a resumed run drawing for the second line what the first had drawn already."""
+    same = {"prompt": "a", "sampling": {"seed": 7}}
+    file = read(tmp_path, same, {"prompt": "b", "sampling": {"seed": 7}}, same)
+    assert [job.index for job in file.jobs] == [0, 1]
+    assert [line.number for line in file.bad] == [3]
+    assert "has the prompt and the seed of line 1" in file.bad[0].reason

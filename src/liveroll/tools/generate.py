@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from liveroll.tools.journal import Fingerprint, Journal, find_resumption
 
 if TYPE_CHECKING:
     from liveroll.types import Completion
+
+# A call pads its prompts to the longest of them in host memory; this bounds it for a file of any length.
+_CALL = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,7 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
     prompts: list[list[int]] = []
     if pending:
         checkpoint = load_checkpoint(options.model, options.dtype, options.device)
-        prompts, pending, unfit = encode_jobs(pending, checkpoint)
+        prompts, pending, unfit = encode_jobs(pending, checkpoint, config)
         if not options.skip_bad:
             refuse_bad_lines(file.path, unfit)
         bad.extend(unfit)
@@ -163,21 +167,22 @@ def _generate(
 ) -> int:
     from liveroll.engine import RolloutEngine
 
-    samplings = [job.sampling for job in jobs]
-    waiting: dict[int, list[Completion]] = {}
     tokens = 0
     with (
         RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine,
-        _Bar(console, sum(sampling.n for sampling in samplings)) as bar,
+        _Bar(console, sum(job.sampling.n for job in jobs)) as bar,
     ):
-        for completion in engine.stream(prompts, samplings):
-            tokens += len(completion.token_ids)
-            job = jobs[completion.prompt_index]
-            finished = waiting.setdefault(completion.prompt_index, [])
-            finished.append(completion)
-            if len(finished) == job.sampling.n:
-                journal.write(_row(job, waiting.pop(completion.prompt_index)))
-            bar.advance(tokens)
+        for start in range(0, len(jobs), _CALL):
+            called = jobs[start : start + _CALL]
+            waiting: defaultdict[int, list[Completion]] = defaultdict(list)
+            stream = engine.stream(prompts[start : start + _CALL], [job.sampling for job in called])
+            for completion in stream:
+                job, finished = called[completion.prompt_index], waiting[completion.prompt_index]
+                finished.append(completion)
+                if len(finished) == job.sampling.n:
+                    journal.write(_row(job, waiting.pop(completion.prompt_index)))
+                tokens += len(completion.token_ids)
+                bar.advance(tokens)
     return tokens
 
 

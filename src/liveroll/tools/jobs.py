@@ -85,6 +85,7 @@ def read_jobs(path: Path, sampling: SamplingConfig) -> JobFile:
     jobs: list[Job] = []
     bad: list[BadLine] = []
     first_with_id: dict[str | int, int] = {}
+    first_with_draw: dict[tuple[int | None, str], int] = {}
     # Split on newline bytes alone: str.splitlines would also break at U+2028, which JSON allows in a string.
     for index, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n")):
         if not raw.strip():
@@ -95,10 +96,17 @@ def read_jobs(path: Path, sampling: SamplingConfig) -> JobFile:
         except (PromptError, ConfigError) as error:
             bad.append(BadLine(number, str(error)))
             continue
+        draw = (job.sampling.seed, json.dumps(job.prompt))
         if job.id in first_with_id:
             bad.append(BadLine(number, f"id {job.id!r} is already that of line {first_with_id[job.id]}"))
             continue
+        if draw in first_with_draw:
+            # The engine tells them apart by their order in a call, and a resumed call has only the second.
+            same = f"has the prompt and the seed of line {first_with_draw[draw]}"
+            bad.append(BadLine(number, f"{same}; give another seed, or ask there for n samples"))
+            continue
         first_with_id[job.id] = number
+        first_with_draw[draw] = number
         jobs.append(job)
     return JobFile(path, tuple(jobs), tuple(bad), hashlib.sha256(data).hexdigest())
 
