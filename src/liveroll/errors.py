@@ -18,11 +18,25 @@ class PrefillLimitError(PromptError):
 
 
 class UnsupportedModelError(LiverollError):
-    """The engine cannot run this model exactly; the message says which part of it."""
+    """The engine cannot run this model exactly; the message says which part of it.
+
+    Attributes:
+        generates: whether `model.generate` could run it instead.
+    """
+
+    def __init__(self, message: str, *, generates: bool = True) -> None:
+        super().__init__(message)
+        self.generates = generates
 
 
 class UnsupportedGenerationError(LiverollError):
-    """The effective generation configuration asks for something the engine does not do exactly."""
+    """The effective generation configuration asks for something the engine does not do exactly.
+
+    Attributes:
+        generates: `model.generate` could do it instead.
+    """
+
+    generates = True
 
 
 class KVMemoryError(LiverollError):

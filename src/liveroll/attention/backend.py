@@ -1,0 +1,68 @@
+"""What an attention backend does, and which one serves a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from liveroll.attention.layout import PackedLayout, PagedLayout
+from liveroll.model.geometry import AttentionTraits, LayerSpec
+
+
+class AttentionBackend(Protocol):
+    """Causal attention in the two forms a rollout needs; both return `[T, query_heads, value_dim]`."""
+
+    def packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention within each of several packed sequences.
+
+        Args:
+            query: `[T, query_heads, key_dim]`.
+            key: `[T, kv_heads, key_dim]`.
+            value: `[T, kv_heads, value_dim]`.
+            layout: where the sequences lie.
+            traits: scale, window, soft-cap.
+            sinks: `[query_heads]` sink logits or None.
+        """
+        ...
+
+    def paged(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layout: PagedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one new token a row over the row's pages.
+
+        Args:
+            query: `[B, query_heads, key_dim]`.
+            keys: `[pages, page_size, kv_heads, key_dim]`, the new tokens already written.
+            values: the same with `value_dim`.
+            layout: pages and lengths of the rows.
+            traits: scale, window, soft-cap.
+            sinks: `[query_heads]` sink logits or None.
+        """
+        ...
+
+
+def choose_backend(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The fastest backend that is exact for these layers."""
+    from liveroll.attention.reference import ReferenceAttention
+    from liveroll.attention.varlen import VarlenAttention
+
+    if all(VarlenAttention.serves(layer, dtype, device) for layer in layers):
+        return VarlenAttention()
+    return ReferenceAttention()

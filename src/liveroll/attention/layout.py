@@ -1,0 +1,61 @@
+"""Where the tokens of a forward stand: several sequences packed into one row, or one token of each of many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Sequences laid one behind the other, without padding.
+
+    Attributes:
+        lengths: tokens of each of N sequences.
+        row: `[T]` int64, the sequence of each token.
+        column: `[T]` int64, the position of each token in its sequence.
+        starts: `[N + 1]` int32, where each sequence begins, and T.
+    """
+
+    lengths: tuple[int, ...]
+    row: Tensor
+    column: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+        """The layout of sequences of these lengths."""
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        ends = counts.cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+        column = torch.arange(int(ends[-1])) - starts[row]
+        return cls(tuple(lengths), row.to(device), column.to(device), starts.to(torch.int32).to(device))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def last(self) -> Tensor:
+        """`[N]` int64, the index of each sequence's last token."""
+        return self.starts[1:].long() - 1
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """One new token for each of B rows whose earlier tokens are in pages.
+
+    Attributes:
+        block_table: `[B, P]` int32 pages of each row.
+        lengths: `[B]` int64 keys of each row, the new token included.
+        longest: no row has more keys than this.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    longest: int

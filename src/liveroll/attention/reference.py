@@ -1,0 +1,89 @@
+"""Attention in plain torch: runs anywhere, serves every trait, and is what other backends are held to."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liveroll.attention.layout import PackedLayout, PagedLayout
+from liveroll.model.geometry import AttentionTraits
+
+
+class ReferenceAttention:
+    """An `AttentionBackend` of torch operations."""
+
+    def packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.packed`."""
+        rows, width = len(layout.lengths), layout.longest
+        dense = rows * width == len(query)
+
+        def spread(packed: Tensor) -> Tensor:
+            if dense:
+                return packed.view(rows, width, *packed.shape[1:])
+            padded = packed.new_zeros(rows, width, *packed.shape[1:])
+            padded[layout.row, layout.column] = packed
+            return padded
+
+        # Padding stands behind every sequence, so the causal mask alone keeps it from being seen.
+        position = torch.arange(width, device=query.device)
+        mask = _causal(position, position, traits.window)
+        output = _attend(spread(query), spread(key), spread(value), mask, traits, sinks)
+        return output.flatten(0, 1) if dense else output[layout.row, layout.column]
+
+    def paged(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layout: PagedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.paged`."""
+        pages = -(-layout.longest // keys.shape[1])
+        table = layout.block_table[:, :pages].long()
+        key, value = keys[table].flatten(1, 2), values[table].flatten(1, 2)
+        position = torch.arange(key.shape[1], device=query.device)
+        mask = _causal(layout.lengths[:, None] - 1, position, traits.window)
+        return _attend(query[:, None], key, value, mask[:, None], traits, sinks)[:, 0]
+
+
+def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """`[..., Q, K]`: which keys a query sees. A window of w is the token and the w - 1 before it."""
+    ahead = query[..., None] - key
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, traits: AttentionTraits, sinks: Tensor | None
+) -> Tensor:
+    """Attention of `[B, Q, query_heads, dim]` over `[B, K, kv_heads, dim]` under a mask `[..., Q, K]`."""
+    batch, width, heads, dim = query.shape
+    groups = heads // key.shape[2]
+    # The query heads of one KV head become more queries of it, which needs no copy of the keys.
+    query = query.reshape(batch, width, -1, groups, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    mask = mask.expand(*mask.shape[:-2], width, mask.shape[-1]).repeat(*[1] * (mask.dim() - 2), groups, 1)
+    if traits.softcap is None and sinks is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=traits.scale)
+    else:
+        scores = (query @ key.transpose(-1, -2)) * traits.scale
+        if traits.softcap is not None:
+            scores = traits.softcap * torch.tanh(scores / traits.softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            column = sinks.view(-1, groups, 1, 1).expand(-1, groups, width, 1).flatten(1, 2)
+            scores = torch.cat([scores, column.expand(batch, *column.shape).to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+        output = weights.to(value.dtype) @ value
+    output = output.reshape(batch, -1, groups, width, output.shape[-1])
+    return output.permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,133 @@
+"""One call of `generate`: its prompts, its resolved settings and its requests, all checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.errors import ConfigError, PrefillLimitError, PromptError
+from liveroll.model.generation import resolve_sampling
+from liveroll.prompts import PromptBatch
+from liveroll.scheduling.request import Request
+from liveroll.stopping import StopStrings
+from liveroll.streams import assign_streams
+from liveroll.types import ResolvedSampling
+
+
+@dataclass(frozen=True)
+class Call:
+    """A validated call.
+
+    Attributes:
+        prompts: the prompts.
+        sampling: resolved settings of each prompt.
+        requests: one for each sample of each prompt, in the order of the result.
+        stop_strings: finds stop strings; None where no prompt has any.
+    """
+
+    prompts: PromptBatch
+    sampling: tuple[ResolvedSampling, ...]
+    requests: tuple[Request, ...]
+    stop_strings: StopStrings | None
+
+
+def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts: int) -> list[SamplingConfig]:
+    """One `SamplingConfig` a prompt.
+
+    Raises:
+        ConfigError: a list of another length, or of something else.
+    """
+    if isinstance(sampling, SamplingConfig):
+        return [sampling] * prompts
+    given = list(sampling)
+    if len(given) != prompts:
+        raise ConfigError(f"{len(given)} SamplingConfigs were given for {prompts} prompts; give one, or one each")
+    for entry in given:
+        if not isinstance(entry, SamplingConfig):
+            raise ConfigError(f"sampling holds a {type(entry).__name__}; every entry must be a SamplingConfig")
+    return given
+
+
+def resolve_all(
+    model: PreTrainedModel, sampling: Sequence[SamplingConfig], prompts: PromptBatch, pad: int
+) -> tuple[ResolvedSampling, ...]:
+    """Resolved settings of each prompt; every distinct `SamplingConfig` is resolved once."""
+    config = model.config.get_text_config()
+    ids, mask = prompts.input_ids.to(model.device), prompts.attention_mask.to(model.device)
+    resolved = {
+        distinct: resolve_sampling(
+            model,
+            distinct,
+            prompt_width=prompts.width,
+            input_ids=ids,
+            attention_mask=mask,
+            vocab_size=config.vocab_size,
+            pad_fallback=pad,
+        )
+        for distinct in dict.fromkeys(sampling)
+    }
+    return tuple(resolved[entry] for entry in sampling)
+
+
+def make_call(
+    prompts: PromptBatch,
+    sampling: tuple[ResolvedSampling, ...],
+    *,
+    config: RolloutConfig,
+    max_positions: int | None,
+    seed: int,
+    tokenizer: Any,
+) -> Call:
+    """Check lengths and lay out the requests.
+
+    Args:
+        prompts: the prompts.
+        sampling: resolved settings of each.
+        config: the engine's.
+        max_positions: longest sequence the model allows, or None.
+        seed: for prompts whose settings give none.
+        tokenizer: needed where there are stop strings.
+
+    Raises:
+        PrefillLimitError: a prompt is longer than `prefill_max_tokens`.
+        PromptError: a prompt and its budget are longer than the model or `max_length` allow.
+    """
+    for index, (prompt, settings) in enumerate(zip(prompts.prompts, sampling, strict=True)):
+        length = len(prompt)
+        if config.prefill_max_tokens is not None and length > config.prefill_max_tokens:
+            raise PrefillLimitError(
+                f"prompt {index} has {length} tokens and prefill_max_tokens is {config.prefill_max_tokens}; "
+                "shorten it, or raise the limit (None removes it)"
+            )
+        total = length + settings.max_new_tokens
+        for limit, name in (
+            (max_positions, "the model's max_position_embeddings"),
+            (config.max_length, "RolloutConfig.max_length"),
+        ):
+            if limit is not None and total > limit:
+                raise PromptError(
+                    f"prompt {index} has {length} tokens and max_new_tokens is {settings.max_new_tokens}, together "
+                    f"{total}, and {name} is {limit}; shorten the prompt or lower max_new_tokens"
+                )
+    seeds = [seed if settings.seed is None else settings.seed for settings in sampling]
+    streams = assign_streams(prompts.prompts, [settings.n for settings in sampling], seeds)
+    requests: list[Request] = []
+    for index, keys in enumerate(streams):
+        for sample, stream in enumerate(keys):
+            requests.append(
+                Request(
+                    row=len(requests),
+                    prompt_index=index,
+                    sample_index=sample,
+                    prompt=prompts.prompts[index],
+                    padding_ids=prompts.padding_ids[index],
+                    sampling=sampling[index],
+                    stream=stream,
+                )
+            )
+    watched = any(settings.stop for settings in sampling)
+    return Call(prompts, sampling, tuple(requests), StopStrings(tokenizer) if watched else None)

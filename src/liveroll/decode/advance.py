@@ -1,0 +1,59 @@
+"""The end of every step: sample, move each row on by one token, and report."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liveroll.decode.sampler import Rows, Variant, sample
+from liveroll.decode.state import Column, RowState, Setting
+from liveroll.scheduling.plan import Outcome
+
+
+def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) -> Tensor:
+    """Sample the next token of each slot and move the slot on to it.
+
+    A row whose budget was spent before, or that stopped before, is frozen: it reports IDLE and stays as it is.
+
+    Args:
+        state: the running batch.
+        slots: `[B]` int64.
+        logits: `[B, V]`.
+        variant: how much of sampling to run.
+
+    Returns:
+        `[3, B]` int32: tokens, `Outcome` codes, and the bits of the float32 log-probabilities.
+    """
+    numbers, settings = state.numbers[slots], state.settings[slots]
+    stops = state.stops[slots]
+    live = numbers[:, Column.REMAINING] > 0
+    rows = Rows(
+        position=numbers[:, Column.POSITION] + 1,
+        stream=numbers[:, Column.STREAM_LOW : Column.STREAM_HIGH + 1],
+        sampled=numbers[:, Column.SAMPLED] != 0,
+        temperature=settings[:, Setting.TEMPERATURE],
+        top_k=numbers[:, Column.TOP_K],
+        top_p=settings[:, Setting.TOP_P],
+        min_p=settings[:, Setting.MIN_P],
+        penalty=settings[:, Setting.PENALTY],
+        seen=None if state.seen is None else state.seen[slots],
+        stops=stops,
+        held=numbers[:, Column.HELD] > 0,
+    )
+    tokens, logprobs = sample(logits, rows, variant)
+    stopped = (tokens[:, None] == stops).any(dim=1)
+    remaining = torch.where(stopped, 0, numbers[:, Column.REMAINING] - 1)
+
+    moved = numbers.clone()
+    moved[:, Column.TOKEN] = tokens
+    moved[:, Column.POSITION] += 1
+    moved[:, Column.REMAINING] = remaining
+    moved[:, Column.HELD] = (numbers[:, Column.HELD] - 1).clamp(min=0)
+    state.numbers[slots] = torch.where(live[:, None], moved, numbers)
+    if state.seen is not None:
+        state.seen[slots, tokens] = True
+
+    outcome = torch.where(remaining > 0, int(Outcome.RUNNING), int(Outcome.SPENT))
+    outcome = torch.where(stopped, int(Outcome.STOPPED), outcome)
+    outcome = torch.where(live, outcome, int(Outcome.IDLE))
+    return torch.stack([tokens.int(), outcome.int(), logprobs.view(torch.int32)])

@@ -1,0 +1,107 @@
+"""The running batch on the device: one row of static tensors for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from liveroll.scheduling.request import Request
+
+
+class Column(IntEnum):
+    """Whole numbers kept of a slot."""
+
+    TOKEN = 0  # the last token, not fed to the model yet
+    POSITION = 1  # where that token stands
+    REMAINING = 2  # tokens that may still be sampled
+    HELD = 3  # tokens to be sampled before a stop token may be
+    TOP_K = 4  # 0 keeps all
+    SAMPLED = 5  # 0 takes the most likely token
+    STREAM_LOW = 6
+    STREAM_HIGH = 7
+
+
+class Setting(IntEnum):
+    """Real numbers kept of a slot."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    PENALTY = 3
+
+
+class RowState:
+    """Tensors over slots, all written by `admit` and by the step's `advance`, and by nothing else.
+
+    Args:
+        slots: rows of the running batch.
+        table_width: pages that a row may hold.
+        stop_width: stop tokens that a row may have.
+        vocab_size: V; given where histories are kept for penalties, else None.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, slots: int, *, table_width: int, stop_width: int, vocab_size: int | None, device: torch.device
+    ) -> None:
+        self.numbers = torch.zeros(slots, len(Column), dtype=torch.int64, device=device)
+        self.settings = torch.ones(slots, len(Setting), dtype=torch.float32, device=device)
+        self.stops = torch.full((slots, stop_width), -1, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(slots, table_width, dtype=torch.int32, device=device)
+        self.seen = None
+        if vocab_size is not None:
+            self.seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+
+    def admit(self, requests: Sequence[Request]) -> Tensor:
+        """Set up the slots of requests as their prefill leaves them; `[N]` int64 slots on the device.
+
+        The last token of the context counts as fed: the next `advance` moves on from it.
+        """
+        device = self.numbers.device
+        numbers = np.array([_numbers(r) for r in requests], np.int64)
+        settings = np.array([_settings(r) for r in requests], np.float32)
+        stops = np.full((len(requests), self.stops.shape[1]), -1, np.int64)
+        for row, request in enumerate(requests):
+            stops[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
+        slots = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=device)
+        self.numbers[slots] = torch.from_numpy(numbers).to(device)
+        self.settings[slots] = torch.from_numpy(settings).to(device)
+        self.stops[slots] = torch.from_numpy(stops).to(device)
+        if self.seen is not None:
+            self.seen[slots] = False
+            histories = [np.concatenate([r.context, np.array(r.padding_ids, np.int64)]) for r in requests]
+            owner = torch.tensor([r.slot for r, h in zip(requests, histories, strict=True) for _ in range(len(h))])
+            self.seen[owner.to(device), torch.from_numpy(np.concatenate(histories)).to(device)] = True
+        return slots
+
+    def load_table(self, block_table: np.ndarray) -> None:
+        """Copy the pages of every slot, `[slots, pages]` int32."""
+        self.block_table[:, : block_table.shape[1]] = torch.from_numpy(block_table)
+
+
+def _numbers(request: Request) -> list[int]:
+    sampling, done = request.sampling, len(request.tokens)
+    row = [0] * len(Column)
+    row[Column.POSITION] = len(request.prompt) + done - 1
+    row[Column.REMAINING] = sampling.max_new_tokens - done
+    row[Column.HELD] = max(sampling.min_new_tokens - done, 0)
+    row[Column.TOP_K] = sampling.top_k if sampling.do_sample else 0
+    row[Column.SAMPLED] = sampling.do_sample
+    row[Column.STREAM_LOW], row[Column.STREAM_HIGH] = request.stream
+    return row
+
+
+def _settings(request: Request) -> list[float]:
+    sampling = request.sampling
+    row = [1.0] * len(Setting)
+    row[Setting.MIN_P] = 0.0
+    if sampling.do_sample:
+        row[Setting.TEMPERATURE] = sampling.temperature
+        row[Setting.TOP_P] = sampling.top_p
+        row[Setting.MIN_P] = sampling.min_p
+    row[Setting.PENALTY] = sampling.repetition_penalty
+    return row

@@ -1,0 +1,255 @@
+"""The rollout engine: the façade, and the loop `plan → run → commit` that every rollout is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from liveroll.attention.backend import choose_backend
+from liveroll.call import Call, make_call, resolve_all, spread_sampling
+from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.decode.runner import StepRunner
+from liveroll.decode.sampler import Variant
+from liveroll.decode.state import RowState
+from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
+from liveroll.fallback import run_fallback
+from liveroll.kv.pool import StoragePool
+from liveroll.model.capability import check_model
+from liveroll.model.forward import ModelForward
+from liveroll.model.geometry import ModelShape
+from liveroll.model.guard import ModelGuard
+from liveroll.model.probe import probe
+from liveroll.model.unwrap import unwrap
+from liveroll.ordinary import run_ordinary
+from liveroll.prefill.runner import PrefillRunner
+from liveroll.progress import completion_progress
+from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
+from liveroll.results import make_batch, make_completion
+from liveroll.scheduling.pages import PageAllocator
+from liveroll.scheduling.request import Request
+from liveroll.scheduling.scheduler import Scheduler
+from liveroll.stats import StatsRecorder
+from liveroll.streams import call_seed
+from liveroll.types import Completion, RolloutBatch
+
+Sampling = SamplingConfig | Sequence[SamplingConfig]
+
+
+class RolloutEngine:
+    """Generates with a model that is being trained: its own modules and weights, in this process.
+
+    Between calls the model is exactly as the trainer left it. Weights may change at any time between calls; no
+    key or value outlives the call that computed it.
+
+    Args:
+        model: a transformers causal language model, or a DDP, DeepSpeed, PEFT or `torch.compile` wrapper of one.
+        tokenizer: needed for prompts given as text, stop strings, and text in completions.
+        config: how to run.
+
+    Raises:
+        UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, config: RolloutConfig | None = None) -> None:
+        self.config = RolloutConfig() if config is None else config
+        self.tokenizer = tokenizer
+        self._model: PreTrainedModel = unwrap(model)
+        self._refusal: UnsupportedModelError | None = None
+        try:
+            check_model(self._model)
+        except UnsupportedModelError as refusal:
+            self._allow_fallback(refusal)
+            self._refusal = refusal
+        self._guard = ModelGuard(self._model, training=self.config.training_mode)
+        self._forward = ModelForward(self._model)
+        self._pool = StoragePool(self.config)
+        self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
+        self._calls = 0
+        self._busy = False
+
+    def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
+        """Generate for prompts and return all completions.
+
+        Args:
+            prompts: token-id lists, strings, chat message lists, or a left-padded `RolloutRequest`.
+            sampling: settings for all prompts, or a list with one for each; None inherits everything.
+
+        Raises:
+            ConfigError: settings that exclude one another, or that transformers refuses.
+            PromptError: a prompt that cannot be generated from.
+            UnsupportedGenerationError: settings that the engine does not do exactly.
+            UnsupportedModelError: a model that it does not run exactly.
+            KVMemoryError: one row needs more KV memory than allowed.
+            EngineStateError: a stream of this engine is still open.
+        """
+        stats = StatsRecorder()
+        with self._exclusive():
+            batch, settings = self._read(prompts, sampling)
+            try:
+                if self._refusal is not None:
+                    raise self._refusal
+                call = self._open(batch, settings)
+                with (
+                    self._rollout_mode(),
+                    completion_progress(len(call.requests), self.config.progress) as tick,
+                ):
+                    for finished in self._steps(call, stats):
+                        tick(finished)
+            except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
+                self._allow_fallback(refusal)
+                with self._guard.rollout():
+                    call = run_fallback(self._model, batch, settings, self._next_seed(), self.tokenizer)
+                stats.record_fallback(str(refusal))
+            result = stats.finish(len(batch.prompts), call.requests, self._pool.bytes)
+            return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
+
+    def stream(self, prompts: Prompts, sampling: Sampling | None = None) -> Iterator[Completion]:
+        """Generate for prompts and yield each completion as it finishes.
+
+        While the caller holds a completion the model is as the trainer left it. The weights must not change
+        before the stream ends, since the keys and values of running rows were computed with them. Until then
+        the engine takes no other call; closing the stream drops the rows that are still running.
+
+        Args:
+            prompts: as for `generate`.
+            sampling: as for `generate`.
+
+        Raises:
+            UnsupportedModelError: also where the configuration allows the fallback, which cannot stream.
+            LiverollError: whatever `generate` raises.
+        """
+        with self._exclusive():
+            if self._refusal is not None:
+                raise self._refusal
+            call = self._open(*self._read(prompts, sampling))
+            steps = self._steps(call, StatsRecorder())
+            while True:
+                with self._rollout_mode():
+                    finished = next(steps, None)
+                if finished is None:
+                    return
+                for request in finished:
+                    yield make_completion(request, self.tokenizer)
+
+    def shutdown(self) -> None:
+        """Free the KV storage. The engine stays usable and allocates it again at the next call."""
+        with self._exclusive():
+            self._pool.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._busy = False
+        self.shutdown()
+
+    def _steps(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
+        """Run a call; after each step, the requests that it finished."""
+        if self.config.prefill_route == "ordinary":
+            yield from self._ordinary_chunks(call, stats)
+            return
+        scheduler, runner = self._stage(call, stats)
+        while (plan := scheduler.plan()) is not None:
+            yield scheduler.commit(plan, runner.run(plan, scheduler))
+
+    def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
+        variant = Variant.of(call.sampling)
+        search = None if call.stop_strings is None else call.stop_strings.search
+        for start in range(0, len(call.requests), self.config.max_slots):
+            chunk = list(call.requests[start : start + self.config.max_slots])
+            stats.record_chunk(run_ordinary(self._model, chunk, variant, search))
+            yield chunk
+
+    def _stage(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
+        """Everything a call needs to run: storage, scheduler and runner, with nothing left of earlier calls."""
+        shape, dtype = self._probe()
+        device, size = self._model.device, self.config.page_size
+        slots = min(self.config.max_slots, len(call.requests))
+        longest = max(request.longest for request in call.requests)
+        storage = self._pool.provide(shape, dtype, device, rows=slots, longest=longest)
+        allocator = PageAllocator(storage.pages)
+        search = None if call.stop_strings is None else call.stop_strings.search
+        scheduler = Scheduler(call.requests, slots=slots, allocator=allocator, page_size=size, search_stop=search)
+        penalised = any(settings.repetition_penalty != 1 for settings in call.sampling)
+        state = RowState(
+            slots,
+            table_width=scheduler.block_table.shape[1],
+            stop_width=max(len(settings.stop_token_ids) for settings in call.sampling),
+            vocab_size=shape.vocab_size if penalised else None,
+            device=device,
+        )
+        backend = choose_backend(shape.layers, dtype, device)
+        runner = StepRunner(
+            forward=self._forward,
+            prefill=PrefillRunner(self._forward, self._guard, storage, backend),
+            storage=storage,
+            state=state,
+            backend=backend,
+            variant=Variant.of(call.sampling),
+            route=self.config.prefill_route,
+            max_tokens=self.config.prefill_max_tokens,
+        )
+        stats.watch(self.config.prefill_route, scheduler, allocator, runner)
+        return scheduler, runner
+
+    def _read(self, prompts: Prompts, sampling: Sampling | None) -> tuple[PromptBatch, list[SamplingConfig]]:
+        config = self._model.config.get_text_config()
+        pad = padding_token(self._model, self.tokenizer)
+        batch = read_prompts(prompts, tokenizer=self.tokenizer, pad_token_id=pad, vocab_size=config.vocab_size)
+        return batch, spread_sampling(sampling or SamplingConfig(), len(batch.prompts))
+
+    def _open(self, prompts: PromptBatch, settings: list[SamplingConfig]) -> Call:
+        pad = padding_token(self._model, self.tokenizer)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        resolved = resolve_all(self._model, settings, prompts, pad)
+        return make_call(
+            prompts,
+            resolved,
+            config=self.config,
+            max_positions=limit,
+            seed=self._next_seed(),
+            tokenizer=self.tokenizer,
+        )
+
+    def _probe(self) -> tuple[ModelShape, torch.dtype]:
+        """The model's shape, read again only when its device, dtype or autocast changes."""
+        first = next(self._model.parameters())
+        key = (first.device, first.dtype, torch.is_autocast_enabled(first.device.type))
+        if self._probed is None or self._probed[0] != key:
+            self._probed = (key, *probe(self._model))
+        return self._probed[1:]
+
+    @contextmanager
+    def _rollout_mode(self) -> Iterator[None]:
+        with self._guard.rollout():
+            if self.config.prefill_route == "ordinary":
+                yield
+            else:
+                with self._guard.our_attention():
+                    yield
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._busy:
+            raise EngineStateError("a stream of this engine is still open; exhaust or close it first")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _next_seed(self) -> int:
+        self._calls += 1
+        return call_seed(self.config.seed, self._calls)
+
+    def _allow_fallback(self, refusal: UnsupportedModelError | UnsupportedGenerationError) -> None:
+        """Raise a refusal again unless the call may go to `model.generate` instead."""
+        if self.config.fallback == "error" or not refusal.generates:
+            raise refusal

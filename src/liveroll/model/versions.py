@@ -1,0 +1,120 @@
+"""Where transformers 4.57 and 5.x differ: every probe of the version, and every call that depends on it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import transformers
+from torch import nn
+from transformers import GenerationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+class PreparedGeneration(NamedTuple):
+    """What the model's generation preparer made of a request.
+
+    Attributes:
+        config: the effective generation configuration.
+        model_kwargs: what was given and is not a field of it; `generate` hands these to `forward`.
+        max_length_is_default: nobody set `max_length`, so that `generate` counts it from the end of the prompt.
+    """
+
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    max_length_is_default: bool
+
+
+def prepare_generation_config(model: PreTrainedModel, request: dict[str, Any]) -> PreparedGeneration:
+    """Run the model's generation preparer once, the way `model.generate(**request)` runs it.
+
+    The preparer is `_prepare_generation_config`, a private method, but the one that custom models override.
+
+    `model.generation_config` is left as it was found, whatever the preparer writes into it. In 4.57 the
+    preparer may put a new object in its place when `model.config` was modified to control generation; that
+    object stays, as it does after `generate`.
+
+    Args:
+        model: a Hugging Face causal LM.
+        request: generation fields and model inputs, as one would give them to `generate`.
+
+    Raises:
+        ValueError: transformers, or a custom preparer, refuses the request.
+    """
+    own = model.generation_config
+    before = copy.deepcopy(vars(own))
+    # 4.57 passes `use_model_defaults` as a second positional argument; 5.x has none.
+    positional = (None, None) if _RELEASE < (5, 0) else (None,)
+    try:
+        config, model_kwargs = model._prepare_generation_config(*positional, **request)
+    finally:
+        vars(own).clear()
+        vars(own).update(before)
+    return PreparedGeneration(config, model_kwargs, _max_length_is_default(before["max_length"], config))
+
+
+def _max_length_is_default(own: int | None, config: GenerationConfig) -> bool:
+    if _RELEASE < (5, 0):  # an unset `max_length` reads 20, and so cannot be told from a given 20
+        return bool(config.max_length == GenerationConfig().max_length)
+    if _RELEASE < (5, 3):  # only arguments of the call count as given, not the model's generation config
+        return True
+    return own is None
+
+
+def default_generation_fields() -> dict[str, Any]:
+    """Every public generation field of the installed version, with the value it has when nobody sets it.
+
+    In 5.x a plain `GenerationConfig` holds None for all of them; the preparer fills in the defaults later.
+    """
+    filled_in: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    fields = {**vars(GenerationConfig()), **filled_in}
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
+
+
+@contextmanager
+def prepared_for_generate(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Make `model.generate` use `config` as it is, without running the model's preparer again.
+
+    A preparer may multiply a setting, and would do so twice. Generation fields among the arguments of
+    `generate` are dropped in favour of `config`, which stays unchanged; model inputs pass through.
+
+    Args:
+        model: a Hugging Face causal LM.
+        config: a complete configuration, such as a preparer returns.
+    """
+    name = "_prepare_generation_config"
+    own = vars(model)
+    shadowed = {name: own[name]} if name in own else {}
+
+    def prepare(*_: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+        fresh = copy.deepcopy(config)
+        return fresh, {key: value for key, value in kwargs.items() if not hasattr(fresh, key)}
+
+    own[name] = prepare
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(shadowed)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of the forward argument that takes the cache: `cache` since 5.2x, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def keeps_chosen_logits(model: nn.Module) -> bool:
+    """Whether forward can compute the logits of chosen positions only; a few models before 5.0 cannot."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def attention_implementation(model: Any) -> str:
+    """Name of the attention implementation in force; transformers has a public setter for it and no getter."""
+    return str(model.config._attn_implementation)

@@ -1,0 +1,147 @@
+"""The ordinary route: the padded batch handed to `model.generate`, one chunk of slots at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from liveroll.decode.advance import advance
+from liveroll.decode.sampler import Variant
+from liveroll.decode.state import Column, RowState
+from liveroll.model.versions import prepared_for_generate
+from liveroll.scheduling.plan import Outcome
+from liveroll.scheduling.request import Request
+from liveroll.scheduling.scheduler import StopSearch
+
+
+@dataclass
+class OrdinaryCounts:
+    """What a chunk handed to `model.generate` ran."""
+
+    prefill_tokens: int
+    padded_tokens: int
+    decode_steps: int
+
+
+class _Sampling(LogitsProcessor):  # type: ignore[misc]
+    """Samples with the engine's own sampler and leaves `generate` only that token to choose.
+
+    So the route draws the tokens that every other route draws, from the same streams, with per-row settings.
+    """
+
+    def __init__(self, state: RowState, variant: Variant) -> None:
+        self._state = state
+        self._variant = variant
+        self._slots = torch.arange(len(state.numbers), device=state.numbers.device)
+        self.reports: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        report = advance(self._state, self._slots, scores, self._variant)
+        self.reports.append(report)
+        chosen = torch.full_like(scores, float("-inf"))
+        return chosen.scatter_(1, report[0].long()[:, None], 0.0)
+
+
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row when its budget is spent, or at a stop token or string."""
+
+    def __init__(
+        self, state: RowState, sampling: _Sampling, requests: Sequence[Request], search: StopSearch | None
+    ) -> None:
+        self._state = state
+        self._sampling = sampling
+        self._search = search
+        self._watched = [(row, r) for row, r in enumerate(requests) if r.sampling.stop]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._watched and self._search is not None:
+            tokens = torch.stack([report[0] for report in self._sampling.reports]).cpu().numpy().astype(np.int64)
+            for row, request in self._watched:
+                if request.stop is None and (found := self._search(request, tokens[:, row])):
+                    request.stop = found
+                    self._state.numbers[row, Column.REMAINING] = 0
+        return self._state.numbers[:, Column.REMAINING] <= 0
+
+
+def run_ordinary(
+    model: PreTrainedModel, requests: Sequence[Request], variant: Variant, search: StopSearch | None
+) -> OrdinaryCounts:
+    """Generate for one chunk of requests and finish them all.
+
+    Args:
+        model: in rollout mode, with its own attention.
+        requests: at most as many as fit one batch.
+        variant: how much of sampling to run.
+        search: finds stop strings.
+    """
+    device = model.device
+    width = max(len(request.prompt) for request in requests)
+    ids = np.full((len(requests), width), requests[0].sampling.pad_token_id, np.int64)
+    mask = np.zeros_like(ids)
+    for row, request in enumerate(requests):
+        start = width - len(request.prompt)
+        ids[row, start:], mask[row, start:] = request.prompt, 1
+        request.slot = row
+    state = RowState(
+        len(requests),
+        table_width=1,
+        stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
+        vocab_size=history_width(requests, model),
+        device=device,
+    )
+    state.admit(requests)
+    sampling = _Sampling(state, variant)
+    config = GenerationConfig(
+        max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        do_sample=False,
+        pad_token_id=requests[0].sampling.pad_token_id,
+        use_cache=True,
+        num_beams=1,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
+    )
+    with prepared_for_generate(model, config):
+        model.generate(
+            torch.from_numpy(ids).to(device),
+            attention_mask=torch.from_numpy(mask).to(device),
+            logits_processor=LogitsProcessorList([sampling]),
+            stopping_criteria=StoppingCriteriaList([_Ended(state, sampling, requests, search)]),
+        )
+    reports = torch.stack(sampling.reports, dim=1).cpu().numpy()
+    _finish(requests, *reports)
+    return OrdinaryCounts(ids.size, int(ids.size - mask.sum()), reports.shape[1] - 1)
+
+
+def _finish(requests: Sequence[Request], tokens: np.ndarray, outcomes: np.ndarray, bits: np.ndarray) -> None:
+    """Give requests what `[steps, rows]` reports say of them."""
+    for row, request in enumerate(requests):
+        count = int((outcomes[:, row] != Outcome.IDLE).sum())
+        request.tokens = tokens[:count, row].astype(np.int64)
+        request.logprobs = bits[:count, row].copy().view(np.float32)
+        request.slot = None
+        if request.stop is not None:
+            request.finish_reason = "stop"
+        elif outcomes[count - 1, row] == Outcome.STOPPED:
+            request.finish_reason, request.stop = "stop", int(request.tokens[-1])
+        else:
+            request.finish_reason = "length"
+
+
+def history_width(requests: Sequence[Request], model: PreTrainedModel) -> int | None:
+    """Width of the histories that penalties need; None where no request has one."""
+    if all(request.sampling.repetition_penalty == 1 for request in requests):
+        return None
+    return int(model.config.get_text_config().vocab_size)

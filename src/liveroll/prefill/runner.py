@@ -1,0 +1,97 @@
+"""Prefill on the device: the forwards of a plan, their keys and values written to pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from liveroll.attention import interface
+from liveroll.attention.backend import AttentionBackend
+from liveroll.attention.calls import PackedCall
+from liveroll.attention.layout import PackedLayout
+from liveroll.kv.cache import PagedCache
+from liveroll.kv.storage import PagedStorage
+from liveroll.model.forward import ModelForward
+from liveroll.model.guard import ModelGuard
+from liveroll.planning.prefill import Forward
+from liveroll.scheduling.request import Request
+
+
+@dataclass
+class PrefillCounts:
+    """What the prefills of a call ran."""
+
+    forwards: int = 0
+    tokens: int = 0
+    padded: int = 0
+
+
+class PrefillRunner:
+    """Runs forwards over contexts.
+
+    Args:
+        forward: the model.
+        guard: switches to the model's own attention for padded forwards.
+        storage: where keys and values go.
+        backend: attention of packed forwards.
+    """
+
+    def __init__(
+        self, forward: ModelForward, guard: ModelGuard, storage: PagedStorage, backend: AttentionBackend
+    ) -> None:
+        self._forward = forward
+        self._guard = guard
+        self._storage = storage
+        self._backend = backend
+        self.counts = PrefillCounts()
+
+    def run(self, requests: Sequence[Request], forward: Forward) -> Tensor:
+        """Logits `[N, V]` behind the last token of each context of one forward."""
+        chosen = [requests[index] for index in forward.indices]
+        contexts = [request.context for request in chosen]
+        used = sum(len(context) for context in contexts)
+        taken = used if forward.width is None else len(contexts) * forward.width
+        self.counts.forwards += 1
+        self.counts.tokens += taken
+        self.counts.padded += taken - used
+        if forward.width is None:
+            return self._run_packed(chosen, contexts)
+        return self._run_padded(chosen, contexts, forward.width)
+
+    def _run_packed(self, requests: Sequence[Request], contexts: Sequence[np.ndarray]) -> Tensor:
+        device = self._forward.device
+        layout = PackedLayout.of([len(context) for context in contexts], device)
+        rows = np.concatenate([self._storage_rows(r, len(c)) for r, c in zip(requests, contexts, strict=True)])
+        tokens, index = torch.from_numpy(np.stack([np.concatenate(contexts), rows])).to(device)
+        with interface.bound(PackedCall(self._backend, layout)):
+            logits = self._forward(
+                tokens[None], layout.column[None], PagedCache(self._storage, index), keep=layout.last
+            )
+        return logits[0]
+
+    def _run_padded(self, requests: Sequence[Request], contexts: Sequence[np.ndarray], width: int) -> Tensor:
+        # Scratch rows take the keys of padding, and token 0 stands there: nothing attends to it.
+        grid = np.zeros((4, len(contexts), width), np.int64)
+        tokens, positions, index, mask = grid
+        for row, (request, context) in enumerate(zip(requests, contexts, strict=True)):
+            start = width - len(context)
+            tokens[row, start:] = context
+            positions[row, start:] = np.arange(len(context))
+            index[row, start:] = self._storage_rows(request, len(context))
+            mask[row, start:] = 1
+        moved = torch.from_numpy(grid).to(self._forward.device)
+        with self._guard.own_attention():
+            logits = self._forward(
+                moved[0], moved[1], PagedCache(self._storage, moved[2].flatten()), mask=moved[3], keep=1
+            )
+        return logits[:, -1]
+
+    def _storage_rows(self, request: Request, length: int) -> np.ndarray:
+        size = self._storage.page_size
+        position = np.arange(length)
+        rows: np.ndarray = np.array(request.pages, np.int64)[position // size] * size + position % size
+        return rows

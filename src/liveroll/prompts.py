@@ -1,0 +1,161 @@
+"""Prompts in any accepted form, as validated token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from liveroll.errors import PromptError
+from liveroll.types import RolloutRequest
+
+Prompts = RolloutRequest | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Validated prompts, and the left-padded batch that they make.
+
+    Attributes:
+        prompts: int64 token ids `[P_i]` of each.
+        padding_ids: for each prompt, the token ids that stood at masked positions of a given batch.
+        input_ids: `[B, P]` int64 on the CPU.
+        attention_mask: `[B, P]` int64 on the CPU.
+    """
+
+    prompts: tuple[np.ndarray, ...]
+    padding_ids: tuple[tuple[int, ...], ...]
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row of the padded batch."""
+        return self.input_ids.shape[1]
+
+
+def padding_token(model: PreTrainedModel, tokenizer: Any) -> int:
+    """The token that fills padded batches: the model's PAD or EOS, the tokenizer's PAD or EOS, else 0.
+
+    Raises:
+        PromptError: there is a tokenizer and none of the four is set.
+    """
+    own = model.generation_config
+    eos = own.eos_token_id
+    candidates = [own.pad_token_id, eos[0] if isinstance(eos, list) else eos]
+    candidates += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    for candidate in candidates:
+        if candidate is not None:
+            return int(candidate)
+    if tokenizer is not None:
+        raise PromptError("neither the tokenizer nor the model has a pad or eos token; set tokenizer.pad_token")
+    return 0
+
+
+def read_prompts(prompts: Prompts, *, tokenizer: Any, pad_token_id: int, vocab_size: int) -> PromptBatch:
+    """Turn prompts into token ids.
+
+    Args:
+        prompts: token-id lists, strings, chat message lists, or a left-padded `RolloutRequest`.
+        tokenizer: needed for strings and messages.
+        pad_token_id: fills the padded batch of prompts that were not given as one.
+        vocab_size: token ids must be below it.
+
+    Raises:
+        PromptError: naming the prompt and what is wrong with it.
+    """
+    if isinstance(prompts, RolloutRequest):
+        batch = _read_request(prompts)
+    else:
+        batch = _pad(_tokenize(prompts, tokenizer), pad_token_id)
+    for index, prompt in enumerate(batch.prompts):
+        if not len(prompt):
+            raise PromptError(f"prompt {index} is empty; every prompt needs at least one token")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocab_size:
+            raise PromptError(
+                f"prompt {index} holds token id {low if low < 0 else high}, outside the vocabulary of {vocab_size}"
+            )
+    return batch
+
+
+def _tokenize(prompts: Any, tokenizer: Any) -> list[np.ndarray]:
+    if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts must be a list of prompts or a RolloutRequest, not a {type(prompts).__name__}")
+    if not prompts:
+        raise PromptError("the list of prompts is empty")
+    return [_tokenize_one(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
+    if isinstance(prompt, str):
+        ids = _need_tokenizer(tokenizer, index)(prompt)["input_ids"]
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(entry, dict) for entry in prompt):
+        ids = _need_tokenizer(tokenizer, index).apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    elif isinstance(prompt, Tensor | np.ndarray):
+        ids = prompt.tolist()
+    else:
+        ids = prompt
+    if not isinstance(ids, Sequence) or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in ids):
+        raise PromptError(
+            f"prompt {index} must be a string, a list of token ids or a list of chat messages, not {_short(prompt)}"
+        )
+    return np.array(ids, np.int64)
+
+
+def _need_tokenizer(tokenizer: Any, index: int) -> Any:
+    if tokenizer is None:
+        raise PromptError(f"prompt {index} is text and the engine has no tokenizer; pass one, or token ids")
+    return tokenizer
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _pad(prompts: list[np.ndarray], pad_token_id: int) -> PromptBatch:
+    width = max(len(prompt) for prompt in prompts)
+    ids = np.full((len(prompts), width), pad_token_id, np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt)
+        ids[row, start:], mask[row, start:] = prompt, 1
+    return PromptBatch(tuple(prompts), ((),) * len(prompts), torch.from_numpy(ids), torch.from_numpy(mask))
+
+
+def _read_request(request: RolloutRequest) -> PromptBatch:
+    ids, mask = request.prompt_ids, request.prompt_attention_mask
+    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        raise PromptError("prompt_ids and prompt_attention_mask must be tensors")
+    if ids.dim() != 2 or ids.shape != mask.shape:
+        raise PromptError(
+            f"prompt_ids {tuple(ids.shape)} and prompt_attention_mask {tuple(mask.shape)} must both be [B, T]"
+        )
+    if ids.device != mask.device:
+        raise PromptError(f"prompt_ids are on {ids.device} and prompt_attention_mask on {mask.device}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise PromptError(f"prompt_ids must be integers, not {ids.dtype}")
+    if ids.numel() == 0:
+        raise PromptError(f"prompt_ids {tuple(ids.shape)} hold no prompt")
+    # One transfer for everything; a mask is nonzero or not, whatever its dtype can count to.
+    both = torch.stack([ids.long(), mask.ne(0).long()]).cpu()
+    grid, ones = both.numpy()
+    steps = np.diff(ones, axis=1)
+    crooked = np.flatnonzero((steps < 0).any(axis=1))
+    if len(crooked):
+        raise PromptError(
+            f"prompt_attention_mask of row {crooked[0]} has a zero behind a one; "
+            "prompts must be left-padded, without holes"
+        )
+    starts = ones.shape[1] - ones.sum(axis=1)
+    prompts = tuple(row[start:].copy() for row, start in zip(grid, starts.tolist(), strict=True))
+    padding = tuple(tuple(np.unique(row[:start]).tolist()) for row, start in zip(grid, starts.tolist(), strict=True))
+    return PromptBatch(prompts, padding, both[0], both[1])

@@ -1,0 +1,57 @@
+"""What a step does, as decided by the scheduler and carried out on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from liveroll.scheduling.request import Request
+
+
+class Outcome(IntEnum):
+    """How a row came out of a step."""
+
+    RUNNING = 0
+    STOPPED = 1
+    SPENT = 2
+    IDLE = 3
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """Run the contexts of newly admitted requests and sample their next token."""
+
+    admitted: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Feed the last token of every running row and sample its next one.
+
+    Attributes:
+        slots: int64 slots of the running rows.
+        longest: keys that the longest of them attends to.
+    """
+
+    slots: np.ndarray
+    longest: int
+
+
+StepPlan = PrefillStep | DecodeStep
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the device reports of a step, one entry for each of its rows.
+
+    Attributes:
+        tokens: int64 sampled tokens.
+        outcomes: `Outcome` codes; the token of an IDLE row means nothing.
+        logprobs: float32 log-probabilities of the tokens.
+    """
+
+    tokens: np.ndarray
+    outcomes: np.ndarray
+    logprobs: np.ndarray

@@ -1,0 +1,56 @@
+"""One sample of one prompt, from the queue to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from liveroll.types import FinishReason, ResolvedSampling
+
+
+@dataclass(eq=False)
+class Request:
+    """What is asked for, and how far it has come. The scheduler alone writes the second half.
+
+    Attributes:
+        row: position in the result.
+        prompt_index: position of the prompt in the call.
+        sample_index: which of the prompt's samples this is.
+        prompt: int64 token ids `[P]`.
+        padding_ids: token ids that stood at masked positions of a left-padded batch; they belong to the history
+            that the repetition penalty sees, as in `model.generate`.
+        sampling: resolved settings.
+        stream: two 32-bit keys of the request's random stream.
+        tokens: int64 response tokens `[R]` known so far.
+        logprobs: float32 log-probabilities `[R]` of them.
+        finish_reason: None while it runs.
+        stop: the token id or string that ended it.
+        slot: the row of the running batch, while it runs.
+        pages: its KV pages, in order of position.
+    """
+
+    row: int
+    prompt_index: int
+    sample_index: int
+    prompt: np.ndarray
+    padding_ids: tuple[int, ...]
+    sampling: ResolvedSampling
+    stream: tuple[int, int]
+
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def context(self) -> np.ndarray:
+        """Prompt and response so far: what a prefill of this request runs over."""
+        return np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt
+
+    @property
+    def longest(self) -> int:
+        """Most positions whose keys and values it can come to need: the last token is never fed back."""
+        return len(self.prompt) + self.sampling.max_new_tokens - 1

@@ -1,0 +1,176 @@
+"""Which requests run, on which slots and pages: `plan`, run it on the device, `commit`, until nothing is left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
+from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult
+from liveroll.scheduling.request import Request
+from liveroll.scheduling.transcript import Transcript
+from liveroll.types import FinishReason
+
+StopSearch = Callable[[Request, np.ndarray], str | None]
+"""Given a request and its response tokens, the stop string they contain, if any."""
+
+
+class Scheduler:
+    """Runs requests through a fixed number of slots and pages.
+
+    Admission takes pages for a request's context only; each further page is taken when its row reaches it. When
+    none is left, the row admitted last goes back to the front of the queue with the tokens it has, and is
+    prefilled over them again later.
+
+    Args:
+        requests: all of them, in the order in which they are admitted.
+        slots: rows of the running batch.
+        allocator: the pages of the KV storage.
+        page_size: tokens in a page.
+        search_stop: finds stop strings; needed when a request has any.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        slots: int,
+        allocator: PageAllocator,
+        page_size: int,
+        search_stop: StopSearch | None = None,
+    ) -> None:
+        self._waiting = deque(requests)
+        self._allocator = allocator
+        self._page_size = page_size
+        self._search_stop = search_stop
+        self._running: dict[int, Request] = {}
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._transcript = Transcript(slots, max((r.sampling.max_new_tokens for r in requests), default=1))
+        # Position at which a slot's last token will be written, and the positions its pages cover.
+        self._position = np.zeros(slots, np.int64)
+        self._covered = np.zeros(slots, np.int64)
+        self._has_stop_strings = np.zeros(slots, bool)
+        self.preemptions = 0
+        widest = max((self._pages_for(r.longest) for r in requests), default=1)
+        self.block_table = np.full((slots, widest), SCRATCH_PAGE, np.int32)
+        """Pages of each slot in order of position, `[slots, pages of the longest row]`."""
+        self.table_version = 0
+        """Changes whenever `block_table` does."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step; None when every request has finished."""
+        if admitted := self._admit():
+            return PrefillStep(tuple(admitted))
+        if not self._running:
+            return None
+        self._cover_next_positions()
+        slots = np.fromiter(sorted(self._running), np.int64, len(self._running))
+        return DecodeStep(slots, longest=int(self._position[slots].max()) + 1)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Take in what a step sampled; the requests that it finished."""
+        if isinstance(plan, PrefillStep):
+            slots = np.fromiter((self._slot_of(r) for r in plan.admitted), np.int64, len(plan.admitted))
+        else:
+            slots = plan.slots
+        live = result.outcomes != Outcome.IDLE
+        self._transcript.append(slots[live], result.tokens[live], result.logprobs[live])
+        self._position[slots[live]] += 1
+        finished = []
+        for slot in slots[live & self._has_stop_strings[slots]].tolist():
+            if found := self._find_stop(slot):
+                finished.append(self._finish(slot, "stop", found))
+        ended = live & (result.outcomes != Outcome.RUNNING)
+        for slot, outcome, token in zip(
+            slots[ended].tolist(), result.outcomes[ended].tolist(), result.tokens[ended].tolist(), strict=True
+        ):
+            if slot in self._running:
+                stopped = outcome == Outcome.STOPPED
+                finished.append(self._finish(slot, "stop" if stopped else "length", token if stopped else None))
+        return finished
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, slots and block table agree with one another."""
+        self._allocator.check()
+        held = [page for request in self._running.values() for page in request.pages]
+        assert len(set(held)) == len(held), "two rows share a page"
+        for slot, request in self._running.items():
+            row = self.block_table[slot, : len(request.pages)].tolist()
+            assert row == request.pages, f"the block table of slot {slot} is stale"
+            assert self._covered[slot] == len(request.pages) * self._page_size
+        assert not set(self._free_slots) & set(self._running), "a slot is free and running"
+
+    def _admit(self) -> list[Request]:
+        admitted = []
+        while self._waiting and self._free_slots:
+            request = self._waiting[0]
+            length = len(request.prompt) + len(request.tokens)
+            needed = self._pages_for(length)
+            if needed > self._allocator.available:
+                break
+            self._waiting.popleft()
+            slot = request.slot = self._free_slots.pop()
+            request.pages = self._allocator.allocate(needed)
+            self.block_table[slot] = SCRATCH_PAGE
+            self.block_table[slot, :needed] = request.pages
+            self.table_version += 1
+            self._covered[slot] = needed * self._page_size
+            # The prefill feeds everything up to here, and commit moves on to the token it samples.
+            self._position[slot] = length - 1
+            self._has_stop_strings[slot] = bool(request.sampling.stop)
+            self._transcript.start(slot, request.tokens, request.logprobs)
+            self._running[slot] = request
+            admitted.append(request)
+        return admitted
+
+    def _cover_next_positions(self) -> None:
+        """Give every running row the page that its next position falls in, oldest row first."""
+        uncovered = self._position >= self._covered
+        for slot in [s for s in self._running if uncovered[s]]:
+            while slot in self._running and not self._allocator.available:
+                self._preempt(next(reversed(self._running)))
+            if slot in self._running:
+                request = self._running[slot]
+                (page,) = self._allocator.allocate(1)
+                self.block_table[slot, len(request.pages)] = page
+                self.table_version += 1
+                request.pages.append(page)
+                self._covered[slot] += self._page_size
+
+    def _preempt(self, slot: int) -> None:
+        request = self._release(slot)
+        self._waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _finish(self, slot: int, reason: FinishReason, stop: int | str | None) -> Request:
+        request = self._release(slot)
+        request.finish_reason, request.stop = reason, stop
+        return request
+
+    def _release(self, slot: int) -> Request:
+        request = self._running.pop(slot)
+        request.tokens, request.logprobs = self._transcript.read(slot)
+        self._allocator.deallocate(request.pages)
+        request.slot, request.pages = None, []
+        self._free_slots.append(slot)
+        return request
+
+    def _find_stop(self, slot: int) -> str | None:
+        if self._search_stop is None:
+            raise ValueError("a request has stop strings and the scheduler cannot search for them")
+        return self._search_stop(self._running[slot], self._transcript.read(slot)[0])
+
+    def _slot_of(self, request: Request) -> int:
+        if request.slot is None:
+            raise ValueError("a request that is not running was committed")
+        return request.slot
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)

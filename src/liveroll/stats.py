@@ -1,0 +1,65 @@
+"""The statistics of a call, gathered from those who know them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from liveroll.decode.runner import StepRunner
+from liveroll.ordinary import OrdinaryCounts
+from liveroll.scheduling.pages import PageAllocator
+from liveroll.scheduling.request import Request
+from liveroll.scheduling.scheduler import Scheduler
+from liveroll.types import RolloutStats
+
+
+class StatsRecorder:
+    """Collects what a call did, from its beginning to `finish`."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._route = ""
+        self._fallback_reason: str | None = None
+        self._sources: tuple[Scheduler, PageAllocator, StepRunner] | None = None
+        self._chunks: list[OrdinaryCounts] = []
+
+    def watch(self, route: str, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner) -> None:
+        """Read the counts of these when the call ends."""
+        self._route = route
+        self._sources = (scheduler, allocator, runner)
+
+    def record_chunk(self, counts: OrdinaryCounts) -> None:
+        """Add a chunk that went to `model.generate`."""
+        self._route = "ordinary"
+        self._chunks.append(counts)
+
+    def record_fallback(self, reason: str) -> None:
+        """Note that the whole call went to `model.generate`, and why."""
+        self._route, self._fallback_reason = "generate", reason
+
+    def finish(self, prompts: int, requests: Sequence[Request], kv_bytes: int) -> RolloutStats:
+        """The statistics of the call, which ends now."""
+        forwards = len(self._chunks)
+        tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
+        padded = sum(chunk.padded_tokens for chunk in self._chunks)
+        steps = sum(chunk.decode_steps for chunk in self._chunks)
+        preemptions = peak = 0
+        if self._sources is not None:
+            scheduler, allocator, runner = self._sources
+            counts = runner.prefill_counts
+            forwards, tokens, padded = counts.forwards, counts.tokens, counts.padded
+            steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
+        return RolloutStats(
+            route=self._route,
+            fallback_reason=self._fallback_reason,
+            prompts=prompts,
+            new_tokens=sum(len(request.tokens) for request in requests),
+            prefill_forwards=forwards,
+            prefill_tokens=tokens,
+            padded_tokens=padded,
+            decode_steps=steps,
+            preemptions=preemptions,
+            peak_pages=peak,
+            kv_bytes=kv_bytes,
+            seconds=time.perf_counter() - self._started,
+        )
