@@ -60,9 +60,7 @@ def demo(
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Checkpoint folder, or id of a model on the Hub.")],
-    prompts: Annotated[
-        Path, typer.Option(help="File of JSON lines, each with prompt, messages or prompt_ids.")
-    ],
+    prompts: Annotated[Path, typer.Option(help="File of JSON lines, each with prompt, messages or prompt_ids.")],
     out: Annotated[Path, typer.Option(help="File to write one JSON line a prompt to, and to go on with.")],
     max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,

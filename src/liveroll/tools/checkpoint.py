@@ -46,9 +46,7 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto" if dtype == "auto" else getattr(torch, dtype)
-        )
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {name!r}: {error}") from error
     try:

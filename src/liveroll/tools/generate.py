@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from liveroll.config import PrefillRoute, RolloutConfig, SamplingConfig
-from liveroll.tools.checkpoint import Checkpoint, digest_checkpoint, load_checkpoint, locate_checkpoint
-from liveroll.tools.encode import encode_jobs
-from liveroll.tools.jobs import Job, read_jobs, refuse_bad_lines
+from liveroll.tools.checkpoint import digest_checkpoint, load_checkpoint, locate_checkpoint
+from liveroll.tools.jobs import BadLine, Job, read_jobs, refuse_bad_lines
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption
 
 if TYPE_CHECKING:
+    from liveroll.engine import RolloutEngine
+    from liveroll.tools.fit import FittedJob
     from liveroll.types import Completion
 
 # A call pads its prompts to the longest of them in host memory; this bounds it for a file of any length.
@@ -69,15 +70,13 @@ class GenerateSummary:
     """What a run did.
 
     Attributes:
-        prompts: good lines in the prompts file.
-        resumed: how many of them an earlier run had done.
+        resumed: rows that an earlier run had written.
         written: rows added.
         skipped: bad lines passed over.
         tokens: tokens generated.
         seconds: wall time of the generation, loading left out.
     """
 
-    prompts: int
     resumed: int
     written: int
     skipped: int
@@ -86,9 +85,7 @@ class GenerateSummary:
 
     def __str__(self) -> str:
         rate = self.tokens / max(self.seconds, 1e-9)
-        parts = [
-            f"{self.written} prompts written, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f}/s)"
-        ]
+        parts = [f"{self.written} prompts written, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f}/s)"]
         if self.resumed:
             parts.append(f"{self.resumed} were there already")
         if self.skipped:
@@ -113,37 +110,35 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
     """
     config = options.engine_config
     file = read_jobs(options.prompts, options.sampling)
-    if not options.skip_bad:
-        refuse_bad_lines(file.path, file.bad)
+    _settle_bad_lines(options, file.bad, console)
     fingerprint = _fingerprint(options, file.sha256)
     ids = {job.index: job.id for job in file.jobs}
     resumption = find_resumption(options.out, fingerprint, ids, overwrite=options.overwrite)
     pending = [job for job in file.jobs if job.index not in resumption.done]
-    bad = list(file.bad)
-    checkpoint = None
-    prompts: list[list[int]] = []
-    if pending:
-        checkpoint = load_checkpoint(options.model, options.dtype, options.device)
-        prompts, pending, unfit = encode_jobs(pending, checkpoint, config)
-        if not options.skip_bad:
-            refuse_bad_lines(file.path, unfit)
-        bad.extend(unfit)
+    skipped = len(file.bad)
+    if not pending:
+        with Journal(options.out, fingerprint, resumption):
+            return GenerateSummary(len(resumption.done), 0, skipped, 0, 0.0)
+
+    from liveroll.engine import RolloutEngine
+    from liveroll.tools.fit import fit_jobs
+
+    checkpoint = load_checkpoint(options.model, options.dtype, options.device)
+    with RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine:
+        jobs, unfit = fit_jobs(pending, checkpoint, config)
+        _settle_bad_lines(options, unfit, console)
+        started = time.perf_counter()
+        with Journal(options.out, fingerprint, resumption) as journal:
+            tokens = _generate(engine, jobs, journal, console)
+        seconds = time.perf_counter() - started
+    return GenerateSummary(len(resumption.done), len(jobs), skipped + len(unfit), tokens, seconds)
+
+
+def _settle_bad_lines(options: GenerateOptions, bad: Sequence[BadLine], console: Console) -> None:
+    if not options.skip_bad:
+        refuse_bad_lines(options.prompts, bad)
     for line in bad:
         console.print(f"passed over line {line.number}: {line.reason}", markup=False, highlight=False)
-    tokens = 0
-    with Journal(options.out, fingerprint, resumption) as journal:
-        started = time.perf_counter()
-        if checkpoint is not None and pending:
-            tokens = _generate(config, checkpoint, prompts, pending, journal, console)
-        seconds = time.perf_counter() - started
-    return GenerateSummary(
-        prompts=len(resumption.done) + len(pending),
-        resumed=len(resumption.done),
-        written=len(pending),
-        skipped=len(bad),
-        tokens=tokens,
-        seconds=seconds,
-    )
 
 
 def _fingerprint(options: GenerateOptions, prompts_sha256: str) -> Fingerprint:
@@ -157,30 +152,19 @@ def _fingerprint(options: GenerateOptions, prompts_sha256: str) -> Fingerprint:
     }
 
 
-def _generate(
-    config: RolloutConfig,
-    checkpoint: Checkpoint,
-    prompts: Sequence[Sequence[int]],
-    jobs: Sequence[Job],
-    journal: Journal,
-    console: Console,
-) -> int:
-    from liveroll.engine import RolloutEngine
-
+def _generate(engine: RolloutEngine, jobs: Sequence[FittedJob], journal: Journal, console: Console) -> int:
+    """Run the jobs, write their rows, and count the tokens."""
     tokens = 0
-    with (
-        RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine,
-        _Bar(console, sum(job.sampling.n for job in jobs)) as bar,
-    ):
+    with _Bar(console, sum(fitted.sampling.n for fitted in jobs)) as bar:
         for start in range(0, len(jobs), _CALL):
             called = jobs[start : start + _CALL]
             waiting: defaultdict[int, list[Completion]] = defaultdict(list)
-            stream = engine.stream(prompts[start : start + _CALL], [job.sampling for job in called])
-            for completion in stream:
-                job, finished = called[completion.prompt_index], waiting[completion.prompt_index]
-                finished.append(completion)
-                if len(finished) == job.sampling.n:
-                    journal.write(_row(job, waiting.pop(completion.prompt_index)))
+            prompts, samplings = [fitted.prompt_ids for fitted in called], [fitted.sampling for fitted in called]
+            for completion in engine.stream(prompts, samplings):
+                place = completion.prompt_index
+                waiting[place].append(completion)
+                if len(waiting[place]) == samplings[place].n:
+                    journal.write(_row(called[place].job, waiting.pop(place)))
                 tokens += len(completion.token_ids)
                 bar.advance(tokens)
     return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def read_jobs(path: Path, sampling: SamplingConfig) -> JobFile:
     return JobFile(path, tuple(jobs), tuple(bad), hashlib.sha256(data).hexdigest())
 
 
-def refuse_bad_lines(path: Path, bad: tuple[BadLine, ...]) -> None:
+def refuse_bad_lines(path: Path, bad: Sequence[BadLine]) -> None:
     """Raise one error that names every bad line.
 
     Raises:
