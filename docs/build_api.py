@@ -40,19 +40,20 @@ def build_page() -> str:
     """Return the whole page."""
     parts = [INTRODUCTION]
     for section, (module, names) in SECTIONS.items():
-        tree = ast.parse((PACKAGE / f"{module}.py").read_text("utf-8"))
+        source = (PACKAGE / f"{module}.py").read_text("utf-8")
+        tree = ast.parse(source)
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         parts.append(f"## {section}\n")
-        parts.extend(_class(classes[name]) for name in names)
+        parts.extend(_class(classes[name], source) for name in names)
     return "\n".join(parts)
 
 
-def _class(node: ast.ClassDef) -> str:
+def _class(node: ast.ClassDef, source: str) -> str:
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
     parts = [f"### `{node.name}`\n"]
     if bases:
         parts.append(f"A {' and a '.join(f'`{base}`' for base in bases)}.\n")
-    if fields := _fields(node):
+    if fields := _fields(node, source):
         parts.append("```python\n" + "\n".join(fields) + "\n```\n")
     parts.append(_prose(node))
     for member in node.body:
@@ -63,9 +64,9 @@ def _class(node: ast.ClassDef) -> str:
     return "\n".join(parts)
 
 
-def _fields(node: ast.ClassDef) -> list[str]:
+def _fields(node: ast.ClassDef, source: str) -> list[str]:
     found = [member for member in node.body if isinstance(member, ast.AnnAssign)]
-    return [ast.unparse(member) for member in found]
+    return [ast.get_source_segment(source, member) or "" for member in found]
 
 
 def _signature(node: ast.FunctionDef) -> str:
