@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +197,21 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(work: Work) -> None
     message = work.run(*options)
     assert "5 prompts written" in message
     assert "3 were there already" in message
+    assert tokens_of(work.rows()) == tokens_of(whole)
+
+
+def test_an_inherited_max_length_counts_from_each_prompt(work: Work, tmp_path: Path) -> None:
+    """Guards against a budget that counts the padding of the batch, and so changes when a run is resumed."""
+    work.checkpoint = Path(shutil.copytree(work.checkpoint, tmp_path / "checkpoint"))
+    settings = work.checkpoint / "generation_config.json"
+    settings.write_text(json.dumps({"max_length": 16, "eos_token_id": None, "pad_token_id": 0}), "utf-8")
+    work.ask({"prompt": "abcdefghij"}, {"prompt": "ab"})
+    work.run()
+    whole = work.rows()
+    assert [len(tokens) for (tokens,) in tokens_of(whole)] == [6, 14]
+    lines = work.out.read_bytes().splitlines(keepends=True)
+    work.out.write_bytes(next(line for line in lines if b'"index":0' in line))
+    work.run()
     assert tokens_of(work.rows()) == tokens_of(whole)
 
 
