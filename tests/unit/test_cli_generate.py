@@ -142,6 +142,16 @@ def test_the_same_prompt_on_two_lines_draws_different_samples(work: Work) -> Non
     assert len(set(drawn)) == 6
 
 
+def test_samples_are_in_order_however_they_finish(work: Work) -> None:
+    """Guards against samples in the order of their lengths, which makes the first of them a biased choice."""
+    work.ask(*[{"prompt": letter} for letter in "abcdefgh"])
+    options = ("--max-new-tokens", "30", "--temperature", "1")
+    work.run("--n", "3", *options)
+    three = work.rows()
+    work.run("--n", "1", *options, "--overwrite")
+    assert [row[:1] for row in tokens_of(three)] == tokens_of(work.rows())
+
+
 def test_bad_lines_are_all_reported_and_nothing_runs(work: Work) -> None:
     """Guards against a run that stops hours later at a line that was wrong from the start."""
     work.ask({"prompt": "a"}, {"prompt": 1}, {"prompt": "b"}, {"prompt": "c", "id": 1})

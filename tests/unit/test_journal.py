@@ -101,15 +101,30 @@ def test_a_line_that_is_no_row_of_the_run_is_refused_by_number(out: Path, line: 
         find_resumption(out, RUN, IDS)
 
 
+def test_a_row_is_on_file_as_soon_as_it_is_written(out: Path) -> None:
+    """Guards against rows held in a buffer, which a kill would lose."""
+    with Journal(out, RUN, find_resumption(out, RUN, IDS)) as journal:
+        journal.write(row(1))
+        assert indexes(out) == [2, 0, 1]
+
+
 def test_a_second_run_on_the_same_file_is_refused(out: Path) -> None:
     """Guards against a job started twice writing every row twice."""
-    resumption = find_resumption(out, RUN, IDS)
-    with Journal(out, RUN, resumption) as journal:
+    with Journal(out, RUN, find_resumption(out, RUN, IDS)) as journal:
+        seen_meanwhile = find_resumption(out, RUN, IDS)
         with pytest.raises(ConfigError, match="another run is writing"):
-            Journal(out, RUN, resumption)
+            Journal(out, RUN, seen_meanwhile)
+        journal.write(row(1))
+    assert indexes(out) == [2, 0, 1]
+
+
+def test_a_run_that_looked_before_another_wrote_is_refused(out: Path) -> None:
+    """Guards against a run that loaded its model while another finished, and then does its rows again."""
+    looked = find_resumption(out, RUN, IDS)
+    with Journal(out, RUN, looked) as journal:
         journal.write(row(1))
     with pytest.raises(ConfigError, match="another run is writing"):
-        Journal(out, RUN, resumption)
+        Journal(out, RUN, looked)
     assert indexes(out) == [2, 0, 1]
 
 
