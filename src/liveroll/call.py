@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from liveroll.config import RolloutConfig, SamplingConfig
 from liveroll.errors import ConfigError, PrefillLimitError, PromptError
 from liveroll.model.generation import resolve_sampling
+from liveroll.model.versions import PENALTY_COUNTS_PADDING
 from liveroll.prompts import PromptBatch
 from liveroll.scheduling.request import Request
 from liveroll.stopping import StopStrings
@@ -124,7 +125,7 @@ def make_call(
                     prompt_index=index,
                     sample_index=sample,
                     prompt=prompts.prompts[index],
-                    padding_ids=prompts.padding_ids[index],
+                    padding_ids=prompts.padding_ids[index] if PENALTY_COUNTS_PADDING else (),
                     sampling=sampling[index],
                     stream=stream,
                 )

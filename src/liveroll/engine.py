@@ -19,7 +19,7 @@ from liveroll.decode.state import RowState
 from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.kv.pool import StoragePool
-from liveroll.model.capability import check_model
+from liveroll.model.capability import check_model, check_shape
 from liveroll.model.forward import ModelForward
 from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
@@ -223,7 +223,9 @@ class RolloutEngine:
         first = next(self._model.parameters())
         key = (first.device, first.dtype, torch.is_autocast_enabled(first.device.type))
         if self._probed is None or self._probed[0] != key:
-            self._probed = (key, *probe(self._model))
+            shape, dtype = probe(self._model)
+            check_shape(shape, self._guard.own)
+            self._probed = (key, shape, dtype)
         return self._probed[1:]
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,8 +54,14 @@ class PagedLayout:
         block_table: `[B, P]` int32 pages of each row.
         lengths: `[B]` int64 keys of each row, the new token included.
         longest: no row has more keys than this.
+        masks: a backend's masks by window, made once for all layers of a forward.
     """
 
     block_table: Tensor
     lengths: Tensor
     longest: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def pages(self, page_size: int) -> Tensor:
+        """`[B * p]` int32, the first pages of each row, enough for the longest."""
+        return self.block_table[:, : -(-self.longest // page_size)].flatten()

@@ -49,12 +49,17 @@ class ReferenceAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.paged`."""
-        pages = -(-layout.longest // keys.shape[1])
-        table = layout.block_table[:, :pages].long()
-        key, value = keys[table].flatten(1, 2), values[table].flatten(1, 2)
-        position = torch.arange(key.shape[1], device=query.device)
-        mask = _causal(layout.lengths[:, None] - 1, position, traits.window)
-        return _attend(query[:, None], key, value, mask[:, None], traits, sinks)[:, 0]
+        rows, size = len(query), keys.shape[1]
+        pages = layout.pages(size)
+
+        def gather(stored: Tensor) -> Tensor:
+            return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:])
+
+        key, value = gather(keys), gather(values)
+        if traits.window not in layout.masks:
+            position = torch.arange(key.shape[1], device=query.device)
+            layout.masks[traits.window] = _causal(layout.lengths[:, None] - 1, position, traits.window)[:, None]
+        return _attend(query[:, None], key, value, layout.masks[traits.window], traits, sinks)[:, 0]
 
 
 def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -72,7 +77,8 @@ def _attend(
     # The query heads of one KV head become more queries of it, which needs no copy of the keys.
     query = query.reshape(batch, width, -1, groups, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    mask = mask.expand(*mask.shape[:-2], width, mask.shape[-1]).repeat(*[1] * (mask.dim() - 2), groups, 1)
+    # A mask of one query broadcasts over the groups; one of several repeats for each group.
+    mask = mask if width == 1 else mask.repeat(groups, 1)
     if traits.softcap is None and sinks is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=traits.scale)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from liveroll.errors import UnsupportedModelError
+from liveroll.model.geometry import ModelShape
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -81,3 +82,20 @@ def check_model(model: PreTrainedModel) -> None:
     for refuses, reason, generates in _REFUSALS:
         if refuses(model, config):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be rolled out: {reason}", generates=generates)
+
+
+def check_shape(shape: ModelShape, implementation: str) -> None:
+    """Refuse a model whose own attention does not do what its layers ask of it.
+
+    Args:
+        shape: the model's layers.
+        implementation: name of the model's own attention implementation.
+
+    Raises:
+        UnsupportedModelError: naming the reason.
+    """
+    if implementation == "sdpa" and any(layer.traits.softcap for layer in shape.layers):
+        raise UnsupportedModelError(
+            "the model's attention is soft-capped, and its sdpa implementation drops the soft-cap; load it with "
+            "attn_implementation='eager'"
+        )

@@ -26,7 +26,8 @@ class ModelGuard:
     def __init__(self, model: PreTrainedModel, *, training: bool) -> None:
         self._model = model
         self._training = training
-        self._own = attention_implementation(model)
+        self.own = attention_implementation(model)
+        """Name of the attention implementation that the model came with."""
         interface.register()
 
     @contextmanager
@@ -58,7 +59,7 @@ class ModelGuard:
     @contextmanager
     def own_attention(self) -> Iterator[None]:
         """Inside `our_attention`, the implementation that the model came with."""
-        with self._attention(self._own):
+        with self._attention(self.own):
             yield
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +113,9 @@ NEUTRAL: dict[str, Any] = {
 }
 """The public fields of transformers 4.57 to 5.24, and the values under which each leaves the tokens alone."""
 
+EMPTY: tuple[Any, ...] = (None, False, 0, "", [], (), {})
+"""The values that a setting unknown to the table may have."""
+
 INSTEAD = 'or let RolloutConfig(fallback="generate") hand the call to model.generate'
 
 
@@ -126,18 +130,13 @@ def refuse_unsupported(config: GenerationConfig) -> None:
     """
     defaults = default_generation_fields()
     for name, value in vars(config).items():
-        neutral = NEUTRAL.get(name)
-        if name.startswith("_") or neutral is ANY:
+        if name.startswith("_"):
             continue
-        if neutral is None:
-            without_effect, reason = _is_unset(value, defaults.get(name)), "is not a setting the engine knows"
+        if name in NEUTRAL:
+            neutral, reason = NEUTRAL[name], "is not something the engine does"
         else:
-            without_effect, reason = value in neutral, "is not something the engine does"
-        if not without_effect:
-            raise UnsupportedGenerationError(f"generation_config.{name}={value!r} {reason}: unset it, {INSTEAD}")
-
-
-def _is_unset(value: Any, default: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return False
-    return not value or value == default
+            neutral, reason = (*EMPTY, defaults.get(name)), "is not a setting the engine knows"
+        if neutral is ANY or (not isinstance(value, torch.Tensor) and value in neutral):
+            continue
+        setting = f"generation_config.{name}={reprlib.repr(value)}"
+        raise UnsupportedGenerationError(f"{setting} {reason}: unset it, {INSTEAD}")

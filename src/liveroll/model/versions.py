@@ -32,6 +32,10 @@ class PreparedGeneration(NamedTuple):
     max_length_is_default: bool
 
 
+PENALTY_COUNTS_PADDING = _RELEASE < (5, 23)
+"""Whether `generate` counts the tokens at masked positions of a padded batch as history to penalise."""
+
+
 def prepare_generation_config(model: PreTrainedModel, request: dict[str, Any]) -> PreparedGeneration:
     """Run the model's generation preparer once, the way `model.generate(**request)` runs it.
 

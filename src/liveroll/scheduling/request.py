@@ -18,8 +18,8 @@ class Request:
         prompt_index: position of the prompt in the call.
         sample_index: which of the prompt's samples this is.
         prompt: int64 token ids `[P]`.
-        padding_ids: token ids that stood at masked positions of a left-padded batch; they belong to the history
-            that the repetition penalty sees, as in `model.generate`.
+        padding_ids: token ids at masked positions of a left-padded batch that belong to the history which the
+            repetition penalty sees, where `model.generate` of the installed transformers lets it see them.
         sampling: resolved settings.
         stream: two 32-bit keys of the request's random stream.
         tokens: int64 response tokens `[R]` known so far.
