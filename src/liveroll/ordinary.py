@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,6 +20,7 @@ from transformers import (
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
+from liveroll.model.generation import to_generation_config
 from liveroll.model.versions import prepared_for_generate
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request
@@ -104,16 +104,17 @@ def run_ordinary(
     )
     state.admit(requests)
     sampling = _Sampling(state, variant)
-    config = GenerationConfig(
+    # All that is left to `generate` is to take the one token that the sampler leaves it.
+    bare = replace(
+        requests[0].sampling,
         max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        min_new_tokens=0,
+        n=1,
         do_sample=False,
-        pad_token_id=requests[0].sampling.pad_token_id,
-        use_cache=True,
-        num_beams=1,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
+        repetition_penalty=1.0,
+        stop_token_ids=(),
     )
-    with prepared_for_generate(model, config):
+    with prepared_for_generate(model, to_generation_config(bare)):
         model.generate(
             torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),

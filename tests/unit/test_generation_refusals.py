@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, WatermarkingConfig
+from transformers import LlamaConfig, LlamaForCausalLM, WatermarkingConfig
 
 from liveroll.config import SamplingConfig
 from liveroll.errors import UnsupportedGenerationError
@@ -244,8 +244,9 @@ def test_the_models_own_configuration_is_left_as_found(fails):
     assert vars(own) == before
 
 
-def test_plain_configuration_is_neutral():
-    """Guards against a table that refuses the defaults."""
-    model = tiny_llama()
-    model.generation_config = GenerationConfig()
-    assert resolve(model).stop_token_ids == ()
+def test_a_field_nobody_has_judged_is_refused_once_it_is_set(monkeypatch):
+    """Guards against a newer transformers: its new fields must pass at their defaults, and only there."""
+    monkeypatch.delitem(NEUTRAL, "num_assistant_tokens")
+    resolve(tiny_llama())
+    with pytest.raises(UnsupportedGenerationError, match="num_assistant_tokens=5 is not a setting the engine knows"):
+        resolve(tiny_llama(num_assistant_tokens=5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from liveroll.errors import UnsupportedModelError
@@ -14,6 +15,8 @@ KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 # Rotary scalings whose angles depend on the longest row of the batch, so that a row's result would too.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+_PLAIN_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 def _layer_types(config: Any) -> set[str]:
@@ -28,6 +31,14 @@ def _rope_types(config: Any) -> set[str]:
             if isinstance(entry, dict):
                 found.add(entry.get("rope_type", entry.get("type")))
     return found - {None}
+
+
+def _is_quantised(model: PreTrainedModel) -> bool:
+    settings = getattr(model.config, "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    # A GGUF file is dequantised as it is loaded; only its configuration still speaks of quantisation.
+    dequantised = settings is None or getattr(method, "value", method) == "gguf"
+    return not dequantised or any(p.dtype not in _PLAIN_DTYPES for p in model.parameters())
 
 
 def _devices(model: PreTrainedModel) -> set[str]:
@@ -47,11 +58,7 @@ _REFUSALS: tuple[tuple[Callable[[PreTrainedModel, Any], bool], str, bool], ...] 
         "it takes images or audio; pass its text model alone",
         True,
     ),
-    (
-        lambda m, c: getattr(m, "hf_quantizer", None) is not None or hasattr(m.config, "quantization_config"),
-        "its weights are quantised; load it in fp32, fp16 or bf16",
-        True,
-    ),
+    (lambda m, c: _is_quantised(m), "its weights are quantised; load it in fp32, fp16 or bf16", True),
     (
         lambda m, c: "meta" in _devices(m),
         "some of its parameters are on the meta device and hold no values",

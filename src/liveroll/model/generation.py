@@ -130,7 +130,6 @@ def to_generation_config(sampling: ResolvedSampling) -> GenerationConfig:
     same = ("max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p")
     fields.update({name: getattr(sampling, name) for name in (*same, "repetition_penalty", "pad_token_id")})
     fields.update(eos_token_id=list(sampling.stop_token_ids) or None, num_return_sequences=sampling.n)
-    fields["max_length"] = None  # generate warns where it finds both lengths
     config = GenerationConfig()
     for name, value in fields.items():  # one by one: the constructor refuses several greedy samples
         setattr(config, name, value)
