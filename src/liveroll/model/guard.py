@@ -20,10 +20,10 @@ class ModelGuard:
 
     Args:
         model: the model.
-        training: the mode to generate in.
+        training: the mode to generate in; None leaves every module in its own.
     """
 
-    def __init__(self, model: PreTrainedModel, *, training: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, training: bool | None) -> None:
         self._model = model
         self._training = training
         self.own = attention_implementation(model)
@@ -34,19 +34,20 @@ class ModelGuard:
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
         modules = list(self._model.modules())
-        training = [module.training for module in modules]
+        wanted = self._training
+        flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
         device = self._model.device
         try:
-            for module in modules:
-                module.training = self._training
+            for module in flipped:
+                module.training = wanted
             for module in checkpointing:
                 module.gradient_checkpointing = False
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 yield
         finally:
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
+            for module in flipped:
+                module.training = not wanted
             for module in checkpointing:
                 module.gradient_checkpointing = True
 
