@@ -14,7 +14,7 @@ SECTIONS = {
     "Configuration": ("config", ("RolloutConfig", "SamplingConfig")),
     "Requests and results": (
         "types",
-        ("RolloutRequest", "RolloutBatch", "Completion", "RolloutStats", "ResolvedSampling"),
+        ("RolloutRequest", "RolloutBatch", "Completion", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
     ),
     "Errors": (
         "errors",
@@ -26,6 +26,7 @@ SECTIONS = {
             "UnsupportedModelError",
             "UnsupportedGenerationError",
             "KVMemoryError",
+            "CaptureError",
             "EngineStateError",
         ),
     ),
@@ -71,7 +72,7 @@ def _fields(node: ast.ClassDef, source: str) -> list[str]:
 
 def _signature(node: ast.FunctionDef) -> str:
     if any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list):
-        return ""
+        return f": {ast.unparse(node.returns)}" if node.returns else ""
     arguments = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
     returns = ast.unparse(node.returns) if node.returns else "None"
     return f"({arguments})" + ("" if node.name == "__init__" else f" -> {returns}")

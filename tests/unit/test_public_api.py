@@ -18,6 +18,7 @@ PACKAGE = Path(liveroll.__file__).parent
 DECIDING = sorted(path for room in ("scheduling", "planning") for path in (PACKAGE / room).rglob("*.py"))
 
 PUBLIC = {
+    "CaptureError",
     "Completion",
     "ConfigError",
     "EngineStateError",
@@ -29,6 +30,7 @@ PUBLIC = {
     "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
+    "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
     "SamplingConfig",
