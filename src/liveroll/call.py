@@ -59,6 +59,7 @@ def resolve_all(
     """Resolved settings of each prompt; those that differ in their seed alone are resolved once."""
     config = model.config.get_text_config()
     ids, mask = prompts.input_ids.to(model.device), prompts.attention_mask.to(model.device)
+    seedless = {entry: replace(entry, seed=None) for entry in dict.fromkeys(sampling)}
     resolved = {
         distinct: resolve_sampling(
             model,
@@ -69,9 +70,10 @@ def resolve_all(
             vocab_size=config.vocab_size,
             pad_fallback=pad,
         )
-        for distinct in dict.fromkeys(replace(entry, seed=None) for entry in sampling)
+        for distinct in dict.fromkeys(seedless.values())
     }
-    return tuple(replace(resolved[replace(entry, seed=None)], seed=entry.seed) for entry in sampling)
+    seeded = {entry: replace(resolved[plain], seed=entry.seed) for entry, plain in seedless.items()}
+    return tuple(seeded[entry] for entry in sampling)
 
 
 def make_call(

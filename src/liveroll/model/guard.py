@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
-from liveroll.model.versions import attention_implementation
+from liveroll.model.versions import AttentionSwitch
 
 
 class ModelGuard:
@@ -27,8 +27,9 @@ class ModelGuard:
     def __init__(self, model: PreTrainedModel, *, training: bool | None) -> None:
         self._model = model
         self._training = training
-        self.own = attention_implementation(model)
-        """Name of the attention implementation that the model came with."""
+        self._attention = AttentionSwitch(model)
+        self.own = self._attention.name
+        """Name of the model's own attention implementation."""
         self.modules: list[nn.Module] = []
         """All modules of the model, as they were found by the rollout that runs."""
         interface.register()
@@ -39,7 +40,7 @@ class ModelGuard:
         modules = self.modules = list(self._model.modules())
         wanted = self._training
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
-        checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+        checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]
         device = self._model.device
         try:
             for module in flipped:
@@ -57,20 +58,21 @@ class ModelGuard:
     @contextmanager
     def our_attention(self) -> Iterator[None]:
         """Inside, the model's layers call `liveroll.attention.interface.attention`."""
-        with self._attention(interface.NAME):
+        self.own = self._attention.name
+        with self._switched(interface.NAME):
             yield
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Inside `our_attention`, the implementation that the model came with."""
-        with self._attention(self.own):
+        """Inside `our_attention`, the model's own implementation."""
+        with self._switched(self.own):
             yield
 
     @contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        before = attention_implementation(self._model)
-        self._model.set_attn_implementation(name)
+    def _switched(self, name: str) -> Iterator[None]:
+        before = self._attention.name
+        self._attention.set(name)
         try:
             yield
         finally:
-            self._model.set_attn_implementation(before)
+            self._attention.set(before)
