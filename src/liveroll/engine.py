@@ -173,6 +173,27 @@ class RolloutEngine:
         with self._exclusive():
             self._decoder.release()
 
+    def sleep(self) -> bool:
+        """Give the KV memory back to the trainer, and keep the captured steps for after `wake`.
+
+        On a GPU with cuda-python installed, the pages lose their memory and keep their addresses. Elsewhere this is
+        `release`, and the next call captures again.
+
+        Returns:
+            Whether the captured steps were kept.
+        """
+        with self._exclusive():
+            return self._decoder.sleep()
+
+    def wake(self) -> None:
+        """Take the KV memory again after `sleep`. A call of the engine does so by itself.
+
+        Raises:
+            KVMemoryError: the memory is not free any more.
+        """
+        with self._exclusive():
+            self._decoder.wake()
+
     def shutdown(self) -> None:
         """Free all that the engine holds. It stays usable, and captures again at the next call."""
         self.release()

@@ -106,6 +106,7 @@ class Decoder:
             CaptureError: `capture` is True and the model's step cannot be captured.
         """
         self._check_hooks()
+        self.wake()
         room = self._room(longest, stops)
         new = Signature.of(self._model, {**self._settings(), "KV dtype": dtype, "layers": shape.layers, **room})
         # Until all is ready again nothing counts as captured, should anything below fail.
@@ -155,6 +156,17 @@ class Decoder:
         self._state = self._backend = self._rows_on_device = self._report = None
         self._pool.release()
 
+    def sleep(self) -> bool:
+        """Give the KV memory back and keep the captured steps; where that cannot be, release all and return False."""
+        if self._pool.sleep():
+            return True
+        self.release()
+        return False
+
+    def wake(self) -> None:
+        """Take the KV memory again after `sleep`; the next call does so itself."""
+        self._pool.wake()
+
     def _begin_anew(
         self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
     ) -> None:
@@ -170,7 +182,7 @@ class Decoder:
         self._state = RowState(
             slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
         )
-        self._backend = choose_backend(shape.layers, dtype, device)
+        self._backend = choose_backend(device)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
 

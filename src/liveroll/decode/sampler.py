@@ -82,6 +82,10 @@ def sample(logits: Tensor, rows: Rows, variant: Variant) -> tuple[Tensor, Tensor
     Returns:
         `[B]` int64 tokens, and `[B]` float32 log-probabilities of them in the distribution they were drawn from.
     """
+    if logits.is_cuda and variant is not Variant.FULL:
+        from liveroll.kernels.draw import draw
+
+        return draw(logits, rows.temperature, rows.sampled, rows.stream, rows.position)
     scores = logits.to(torch.float32)
     if variant is Variant.FULL:
         scores = penalise(scores, rows.seen, rows.penalty)

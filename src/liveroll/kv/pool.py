@@ -38,6 +38,15 @@ class StoragePool:
         self.storage = PagedStorage(shape.layers, pages + 1, self._config.page_size, dtype, device)
         return self.storage
 
+    def sleep(self) -> bool:
+        """Give the device memory back and keep its addresses, so that captured steps stay valid; False if it cannot."""
+        return self.storage is not None and self.storage.arena.unmap()
+
+    def wake(self) -> None:
+        """Take device memory again under the same addresses, zeroed; nothing where none was given back."""
+        if self.storage is not None:
+            self.storage.arena.map()
+
     def release(self) -> None:
         """Let go of the storage."""
         self.storage = None

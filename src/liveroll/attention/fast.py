@@ -1,4 +1,4 @@
-"""PyTorch's variable-length flash kernel for packed prefill."""
+"""Attention on a GPU: PyTorch's variable-length flash kernel over packed prompts, our own over pages."""
 
 from __future__ import annotations
 
@@ -8,31 +8,15 @@ from torch.nn.attention.varlen import varlen_attn
 
 from liveroll.attention.layout import PackedLayout, PagedLayout
 from liveroll.attention.reference import ReferenceAttention
-from liveroll.model.geometry import AttentionTraits, LayerSpec
+from liveroll.kernels.paged_attention import paged_attention
+from liveroll.model.geometry import AttentionTraits
 
 
-class VarlenAttention:
-    """An `AttentionBackend` whose packed form is one kernel over all sequences."""
+class GpuAttention:
+    """An `AttentionBackend` of kernels; a form that has none for some layer is the reference's."""
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
-
-    @staticmethod
-    def serves(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the kernel does exactly what the layer asks for.
-
-        Flash attention takes fp16 and bf16 with equal head dimensions up to 256 and has neither sinks nor, in
-        PyTorch's binding, a soft-cap.
-        """
-        return (
-            device.type == "cuda"
-            and torch.cuda.get_device_capability(device) >= (8, 0)
-            and dtype in (torch.float16, torch.bfloat16)
-            and layer.key_dim == layer.value_dim <= 256
-            and layer.key_dim % 8 == 0
-            and layer.traits.softcap is None
-            and not layer.sinks
-        )
 
     def packed(
         self,
@@ -44,6 +28,8 @@ class VarlenAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.packed`."""
+        if not serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None):
+            return self._reference.packed(query, key, value, layout, traits, sinks)
         longest = layout.longest
         output = varlen_attn(
             query,
@@ -71,4 +57,25 @@ class VarlenAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.paged`."""
-        return self._reference.paged(query, keys, values, layout, traits, sinks)
+        return paged_attention(
+            query,
+            keys,
+            values,
+            layout.block_table,
+            layout.lengths,
+            longest=layout.longest,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
+            sinks=sinks,
+        )
+
+
+def serves_packed(dtype: torch.dtype, key_dim: int, value_dim: int, traits: AttentionTraits, sinks: bool) -> bool:
+    """Whether PyTorch's kernel does exactly what a layer asks for.
+
+    Flash attention takes fp16 and bf16 with equal head dimensions up to 256, and PyTorch's binding of it has neither
+    sinks nor a soft-cap.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    return half and key_dim == value_dim <= 256 and key_dim % 8 == 0 and traits.softcap is None and not sinks
