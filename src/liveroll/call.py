@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from liveroll.config import RolloutConfig, SamplingConfig
 from liveroll.errors import ConfigError, PrefillLimitError, PromptError
-from liveroll.model.generation import resolve_sampling
 from liveroll.model.versions import PENALTY_COUNTS_PADDING
 from liveroll.prompts import PromptBatch
 from liveroll.scheduling.request import Request
@@ -51,29 +48,6 @@ def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts
         if not isinstance(entry, SamplingConfig):
             raise ConfigError(f"sampling holds a {type(entry).__name__}; every entry must be a SamplingConfig")
     return given
-
-
-def resolve_all(
-    model: PreTrainedModel, sampling: Sequence[SamplingConfig], prompts: PromptBatch, pad: int
-) -> tuple[ResolvedSampling, ...]:
-    """Resolved settings of each prompt; those that differ in their seed alone are resolved once."""
-    config = model.config.get_text_config()
-    ids, mask = prompts.input_ids.to(model.device), prompts.attention_mask.to(model.device)
-    seedless = {entry: replace(entry, seed=None) for entry in dict.fromkeys(sampling)}
-    resolved = {
-        distinct: resolve_sampling(
-            model,
-            distinct,
-            prompt_width=prompts.width,
-            input_ids=ids,
-            attention_mask=mask,
-            vocab_size=config.vocab_size,
-            pad_fallback=pad,
-        )
-        for distinct in dict.fromkeys(seedless.values())
-    }
-    seeded = {entry: replace(resolved[plain], seed=entry.seed) for entry, plain in seedless.items()}
-    return tuple(seeded[entry] for entry in sampling)
 
 
 def make_call(

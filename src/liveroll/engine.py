@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from liveroll.call import Call, make_call, resolve_all, spread_sampling
+from liveroll.call import Call, make_call, spread_sampling
 from liveroll.config import RolloutConfig, SamplingConfig
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
@@ -23,6 +23,7 @@ from liveroll.model.forward import ModelForward
 from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
+from liveroll.model.resolver import SettingsResolver
 from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
 from liveroll.prefill.runner import PrefillRunner
@@ -75,6 +76,7 @@ class RolloutEngine:
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
         self._forward = ModelForward(self._model)
+        self._resolver = SettingsResolver(self._model)
         self._decoder = Decoder(self._model, self.config, tp_group)
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
         self._calls = 0
@@ -267,12 +269,12 @@ class RolloutEngine:
         config = self._model.config.get_text_config()
         pad = padding_token(self._model, self.tokenizer)
         batch = read_prompts(prompts, tokenizer=self.tokenizer, pad_token_id=pad, vocab_size=config.vocab_size)
-        return batch, spread_sampling(sampling or SamplingConfig(), len(batch.prompts))
+        return batch, spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
 
     def _open(self, prompts: PromptBatch, settings: list[SamplingConfig]) -> Call:
         pad = padding_token(self._model, self.tokenizer)
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        resolved = resolve_all(self._model, settings, prompts, pad)
+        resolved = self._resolver.resolve(settings, prompts, pad)
         return make_call(
             prompts,
             resolved,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import transformers
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 _RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -61,6 +61,12 @@ def prepare_generation_config(model: PreTrainedModel, request: dict[str, Any]) -
         vars(own).clear()
         vars(own).update(before)
     return PreparedGeneration(config, model_kwargs, _max_length_is_default(before["max_length"], config))
+
+
+def has_own_preparer(model: PreTrainedModel) -> bool:
+    """Whether a model prepares its generation configuration otherwise than transformers does."""
+    name = "_prepare_generation_config"
+    return name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name)
 
 
 def _max_length_is_default(own: int | None, config: GenerationConfig) -> bool:

@@ -8,13 +8,13 @@ from typing import cast
 
 from jinja2 import TemplateError
 
-from liveroll.call import make_call, resolve_all
+from liveroll.call import make_call
 from liveroll.config import RolloutConfig, SamplingConfig
 from liveroll.errors import ConfigError, PromptError
+from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import Prompts, padding_token, read_prompts
 from liveroll.tools.checkpoint import Checkpoint
 from liveroll.tools.jobs import BadLine, Job
-from liveroll.types import ResolvedSampling
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Fit:
         self._model, self._tokenizer = checkpoint.model, checkpoint.tokenizer
         self._config = config
         self._pad = padding_token(self._model, self._tokenizer)
-        self._resolved: dict[tuple[SamplingConfig, int], ResolvedSampling] = {}
+        self._resolver = SettingsResolver(self._model)
 
     def __call__(self, job: Job) -> FittedJob:
         text_config = self._model.config.get_text_config()
@@ -82,11 +82,7 @@ class _Fit:
             pad_token_id=self._pad,
             vocab_size=text_config.vocab_size,
         )
-        # What a request resolves to depends on its settings and its width.
-        key = (replace(job.sampling, seed=None), batch.width)
-        if key not in self._resolved:
-            (self._resolved[key],) = resolve_all(self._model, [key[0]], batch, self._pad)
-        resolved = self._resolved[key]
+        (resolved,) = self._resolver.resolve([job.sampling], batch, self._pad)
         make_call(
             batch,
             (resolved,),
