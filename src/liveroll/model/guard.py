@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
+from liveroll.model.signature import walk
 from liveroll.model.versions import AttentionSwitch
 
 
@@ -37,7 +38,7 @@ class ModelGuard:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
-        modules = self.modules = list(self._model.modules())
+        modules = self.modules = walk(self._model)
         wanted = self._training
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]

@@ -30,7 +30,7 @@ class Signature:
         Called once a rollout, for models of a thousand modules and tensors in under a millisecond.
 
         Args:
-            modules: all modules of the model, in the order of `nn.Module.modules`.
+            modules: all modules of the model, as `walk` lists them.
             settings: everything but tensors that a captured step depends on.
         """
         return cls(tuple(_facts(modules)), settings)
@@ -54,8 +54,23 @@ class Signature:
         return None
 
 
+def walk(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, each once, parents before children.
+
+    The generators of `nn.Module` build the name of everything that they visit, which takes a large model longer than
+    all else that happens around a rollout.
+    """
+    found = {id(model): model}
+    stack = [model]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                stack.append(child)
+    return list(found.values())
+
+
 def _facts(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...] | None]:
-    # `named_parameters` and `named_buffers` walk the modules once each and build every name: too slow for each call.
     for module in modules:
         for held in (module._parameters, module._buffers):
             for tensor in held.values():
@@ -66,6 +81,8 @@ def _facts(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...] | None]:
 
 
 def _names(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in walk(model):
+        path = paths[id(module)]
         for name in (*module._parameters, *module._buffers):
             yield f"{path}.{name}" if path else name
