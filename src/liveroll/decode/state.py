@@ -74,8 +74,9 @@ class RowState:
         if self.seen is not None:
             self.seen[slots] = False
             histories = [np.concatenate([r.context, np.array(r.padding_ids, np.int64)]) for r in requests]
-            owner = torch.tensor([r.slot for r, h in zip(requests, histories, strict=True) for _ in range(len(h))])
-            self.seen[owner.to(device), torch.from_numpy(np.concatenate(histories)).to(device)] = True
+            owner = np.repeat([r.slot for r in requests], [len(history) for history in histories])
+            pairs = torch.from_numpy(np.stack([owner, np.concatenate(histories)])).to(device)
+            self.seen[pairs[0], pairs[1]] = True
         return slots
 
     def load_table(self, block_table: np.ndarray) -> None:

@@ -31,8 +31,10 @@ class PagedStorage:
             # Zeros, since attention multiplies masked values by zero and must not meet a NaN there.
             return torch.zeros(pages, page_size, heads, dim, dtype=dtype, device=device)
 
-        self.keys = [allocate(layer.kv_heads, layer.key_dim) for layer in layers]
-        self.values = [allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+        # Tensors made in inference mode could not be written to by a later call outside of it.
+        with torch.inference_mode(False):
+            self.keys = [allocate(layer.kv_heads, layer.key_dim) for layer in layers]
+            self.values = [allocate(layer.kv_heads, layer.value_dim) for layer in layers]
 
     @property
     def bytes(self) -> int:
@@ -45,11 +47,11 @@ class PagedStorage:
         Args:
             layer: index of the layer.
             index: `[T]` int64, page × page_size + offset of each token.
-            key: `[T, kv_heads, key_dim]`.
-            value: `[T, kv_heads, value_dim]`.
+            key: `[T, kv_heads, key_dim]` of any dtype that the storage's holds without loss.
+            value: `[T, kv_heads, value_dim]`, likewise.
         """
-        self.keys[layer].flatten(0, 1).index_copy_(0, index, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, index, value)
+        for stored, given in ((self.keys[layer], key), (self.values[layer], value)):
+            stored.flatten(0, 1).index_copy_(0, index, given.to(stored.dtype))
 
 
 def bytes_per_token(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
