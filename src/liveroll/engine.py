@@ -203,25 +203,29 @@ class RolloutEngine:
         config = self._model.config.get_text_config()
         pad = padding_token(self._model, self.tokenizer)
         batch = read_prompts(prompts, tokenizer=self.tokenizer, pad_token_id=pad, vocab_size=config.vocab_size)
-        return batch, spread_sampling(sampling or SamplingConfig(), len(batch.prompts))
+        return batch, spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
 
     def _open(self, prompts: PromptBatch, settings: list[SamplingConfig]) -> Call:
         pad = padding_token(self._model, self.tokenizer)
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         resolved = resolve_all(self._model, settings, prompts, pad)
-        return make_call(
+        call = make_call(
             prompts,
             resolved,
             config=self.config,
             max_positions=limit,
-            seed=self._next_seed(),
+            seed=call_seed(self.config.seed, self._calls + 1),
             tokenizer=self.tokenizer,
         )
+        self._calls += 1  # a refused call does not count
+        return call
 
     def _probe(self) -> tuple[ModelShape, torch.dtype]:
-        """The model's shape, read again only when its device, dtype or autocast changes."""
+        """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
         first = next(self._model.parameters())
-        key = (first.device, first.dtype, torch.is_autocast_enabled(first.device.type))
+        device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
+        modules = tuple(map(id, self._model.modules()))
+        key = (device, first.dtype, vocabulary, self._guard.own, torch.is_autocast_enabled(device.type), modules)
         if self._probed is None or self._probed[0] != key:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)
