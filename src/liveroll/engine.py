@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from liveroll.attention.backend import choose_backend
 from liveroll.call import Call, make_call, resolve_all, spread_sampling
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig, SamplingConfig, check_config
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
@@ -28,7 +28,7 @@ from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
 from liveroll.prefill.runner import PrefillRunner
 from liveroll.progress import completion_progress
-from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
+from liveroll.prompts import PromptBatch, Prompts, check_tokenizer, padding_token, read_prompts
 from liveroll.results import make_batch, make_completion
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.request import Request
@@ -52,12 +52,13 @@ class RolloutEngine:
         config: how to run.
 
     Raises:
+        ConfigError: `config` or `tokenizer` is something else.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, config: RolloutConfig | None = None) -> None:
-        self.config = RolloutConfig() if config is None else config
-        self.tokenizer = tokenizer
+        self.config = check_config(config)
+        self.tokenizer = check_tokenizer(tokenizer)
         self._model: PreTrainedModel = unwrap(model)
         self._refusal: UnsupportedModelError | None = None
         try:
