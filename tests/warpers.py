@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -13,7 +15,7 @@ from transformers import (
 )
 
 
-def warped_probs(
+def warped_scores(
     logits: torch.Tensor,
     history: list[int],
     *,
@@ -23,7 +25,7 @@ def warped_probs(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> torch.Tensor:
-    """Give the distribution that `model.generate(do_sample=True, ...)` draws the next token from.
+    """Give the scores whose softmax `model.generate(do_sample=True, ...)` draws the next token from.
 
     The order is that of `GenerationMixin`, the same in transformers 4.57 and 5: repetition penalty,
     temperature, top-k, top-p, min-p, each left out at its neutral value.
@@ -38,7 +40,7 @@ def warped_probs(
         repetition_penalty: 1 penalizes nothing.
 
     Returns:
-        `[V]` fp32 probabilities, 0 for tokens filtered out.
+        `[V]` fp32, -inf for tokens filtered out.
     """
     steps = LogitsProcessorList()
     if repetition_penalty != 1.0:
@@ -51,5 +53,9 @@ def warped_probs(
         steps.append(TopPLogitsWarper(top_p))
     if min_p > 0.0:
         steps.append(MinPLogitsWarper(min_p))
-    scores = steps(torch.tensor([history]), logits.float()[None].clone())
-    return scores.softmax(dim=-1)[0]
+    return steps(torch.tensor([history]), logits.float()[None].clone())[0]
+
+
+def warped_probs(logits: torch.Tensor, history: list[int], **settings: Any) -> torch.Tensor:
+    """Give the softmax of `warped_scores`: `[V]` fp32 probabilities, 0 for tokens filtered out."""
+    return warped_scores(logits, history, **settings).softmax(dim=-1)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from liveroll.config import RolloutConfig, SamplingConfig
     from liveroll.engine import RolloutEngine
     from liveroll.errors import (
+        CaptureError,
         ConfigError,
         EngineStateError,
         KVMemoryError,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
         UnsupportedModelError,
     )
-    from liveroll.types import Completion, ResolvedSampling, RolloutBatch, RolloutRequest, RolloutStats
+    from liveroll.types import Completion, ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
 __version__ = "0.1.0"
 
@@ -29,8 +30,10 @@ _HOMES = {
     "Completion": "types",
     "ResolvedSampling": "types",
     "RolloutBatch": "types",
+    "RolloutMemory": "types",
     "RolloutRequest": "types",
     "RolloutStats": "types",
+    "CaptureError": "errors",
     "ConfigError": "errors",
     "EngineStateError": "errors",
     "KVMemoryError": "errors",
@@ -42,6 +45,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CaptureError",
     "Completion",
     "ConfigError",
     "EngineStateError",
@@ -53,6 +57,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
+    "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
     "SamplingConfig",

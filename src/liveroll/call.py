@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -58,9 +58,10 @@ def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts
 def resolve_all(
     model: PreTrainedModel, sampling: Sequence[SamplingConfig], prompts: PromptBatch, pad: int
 ) -> tuple[ResolvedSampling, ...]:
-    """Resolved settings of each prompt; every distinct `SamplingConfig` is resolved once."""
+    """Resolved settings of each prompt; those that differ in their seed alone are resolved once."""
     config = model.config.get_text_config()
     ids, mask = prompts.input_ids.to(model.device), prompts.attention_mask.to(model.device)
+    seedless = {entry: replace(entry, seed=None) for entry in dict.fromkeys(sampling)}
     resolved = {
         distinct: resolve_sampling(
             model,
@@ -71,9 +72,10 @@ def resolve_all(
             vocab_size=config.vocab_size,
             pad_fallback=pad,
         )
-        for distinct in dict.fromkeys(sampling)
+        for distinct in dict.fromkeys(seedless.values())
     }
-    return tuple(resolved[entry] for entry in sampling)
+    seeded = {entry: replace(resolved[plain], seed=entry.seed) for entry, plain in seedless.items()}
+    return tuple(seeded[entry] for entry in sampling)
 
 
 def make_call(

@@ -56,7 +56,13 @@ class RolloutConfig:
         prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;
             `generate` hands the call to `model.generate` and says why in the stats.
-        training_mode: the mode the model generates in; False is `model.eval()`.
+        training_mode: the mode the model generates in; False is `model.eval()`, True `model.train()`, and None
+            leaves every module in the mode it is in.
+        capture: whether decode steps are captured, as CUDA graphs on a GPU. `auto` runs them eagerly where they
+            cannot be, and says why in the stats; True makes that an error; False never captures.
+        max_captures: captured steps kept, the one unused for longest leaves; None keeps all.
+        run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
+            device never waits for the host. None is 2 on a GPU and 0 elsewhere.
         seed: the engine's seed, used by calls whose `SamplingConfig.seed` is None. Such calls differ from one
             another, and the sequence of calls repeats with the engine's seed.
         progress: show a progress bar of finished completions.
@@ -74,7 +80,10 @@ class RolloutConfig:
     prefill_route: PrefillRoute = "packed"
     prefill_max_tokens: int | None = 65536
     fallback: Fallback = "error"
-    training_mode: bool = False
+    training_mode: bool | None = False
+    capture: bool | Literal["auto"] = "auto"
+    max_captures: int | None = None
+    run_ahead: int | None = None
     seed: int = 0
     progress: bool = False
 
@@ -88,7 +97,11 @@ class RolloutConfig:
         _choice(self, "prefill_route", get_args(PrefillRoute))
         _whole(self, "prefill_max_tokens", low=1, optional=True)
         _choice(self, "fallback", get_args(Fallback))
-        _flag(self, "training_mode")
+        _flag(self, "training_mode", optional=True)
+        if self.capture != "auto":
+            _flag(self, "capture")
+        _whole(self, "max_captures", low=1, optional=True)
+        _whole(self, "run_ahead", low=0, optional=True)
         _whole(self, "seed", low=0)
         _flag(self, "progress")
         given = [name for name in ("kv_tokens", "kv_bytes", "kv_fraction") if getattr(self, name) is not None]
@@ -216,8 +229,10 @@ def _number(
         raise ConfigError(f"{_owner(config, name)} must be {bounds}, not {value}")
 
 
-def _flag(config: Any, name: str) -> None:
+def _flag(config: Any, name: str, *, optional: bool = False) -> None:
     value = getattr(config, name)
+    if value is None and optional:
+        return
     if not isinstance(value, bool):
         raise ConfigError(f"{_owner(config, name)} must be True or False, not {value!r}")
 

@@ -8,17 +8,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from liveroll.attention.backend import choose_backend
 from liveroll.call import Call, make_call, resolve_all, spread_sampling
 from liveroll.config import RolloutConfig, SamplingConfig, check_config
+from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
-from liveroll.decode.state import RowState
 from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
-from liveroll.kv.pool import StoragePool
 from liveroll.model.capability import check_model, check_shape
 from liveroll.model.forward import ModelForward
 from liveroll.model.geometry import ModelShape
@@ -31,11 +30,12 @@ from liveroll.progress import completion_progress
 from liveroll.prompts import PromptBatch, Prompts, check_tokenizer, padding_token, read_prompts
 from liveroll.results import make_batch, make_completion
 from liveroll.scheduling.pages import PageAllocator
+from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.scheduler import Scheduler
 from liveroll.stats import StatsRecorder
 from liveroll.streams import call_seed
-from liveroll.types import Completion, RolloutBatch
+from liveroll.types import Completion, RolloutBatch, RolloutMemory
 
 Sampling = SamplingConfig | Sequence[SamplingConfig]
 
@@ -50,13 +50,21 @@ class RolloutEngine:
         model: a transformers causal language model, or a DDP, DeepSpeed, PEFT or `torch.compile` wrapper of one.
         tokenizer: needed for prompts given as text, stop strings, and text in completions.
         config: how to run.
+        tp_group: the ranks that hold shards of this model, if it is tensor-parallel: they capture together.
 
     Raises:
         ConfigError: `config` or `tokenizer` is something else.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, config: RolloutConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: RolloutConfig | None = None,
+        *,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
         self.config = check_config(config)
         self.tokenizer = check_tokenizer(tokenizer)
         self._model: PreTrainedModel = unwrap(model)
@@ -68,7 +76,7 @@ class RolloutEngine:
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
         self._forward = ModelForward(self._model)
-        self._pool = StoragePool(self.config)
+        self._decoder = Decoder(self._model, self.config, tp_group)
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
         self._calls = 0
         self._busy = False
@@ -106,7 +114,7 @@ class RolloutEngine:
                 with self._guard.rollout():
                     call = run_fallback(self._model, batch, settings, self._next_seed(), self.tokenizer)
                 stats.record_fallback(str(refusal))
-            result = stats.finish(len(batch.prompts), call.requests, self._pool.bytes)
+            result = stats.finish(len(batch.prompts), call.requests, self._decoder.kv_bytes)
             return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
 
     def stream(self, prompts: Prompts, sampling: Sampling | None = None) -> Iterator[Completion]:
@@ -137,10 +145,58 @@ class RolloutEngine:
                 for request in finished:
                     yield make_completion(request, self.tokenizer)
 
-    def shutdown(self) -> None:
-        """Free the KV storage. The engine stays usable and allocates it again at the next call."""
+    @property
+    def captures(self) -> int:
+        """Decode steps captured in the engine's life."""
+        return self._decoder.graphs.captures
+
+    @property
+    def replays(self) -> int:
+        """Captured decode steps run in the engine's life."""
+        return self._decoder.graphs.replays
+
+    @property
+    def recapture_reasons(self) -> list[str]:
+        """Why captured steps were dropped, each time they were: the tensor or setting, and what changed."""
+        return list(self._decoder.graphs.recapture_reasons)
+
+    def memory(self) -> RolloutMemory:
+        """Bytes kept between calls."""
+        return RolloutMemory(
+            kv=self._decoder.kv_bytes,
+            graphs=self._decoder.graphs.bytes,
+            static=self._decoder.static_bytes,
+        )
+
+    def release(self) -> None:
+        """Free the KV pages and the captured steps. The next call makes them again."""
         with self._exclusive():
-            self._pool.release()
+            self._decoder.release()
+
+    def sleep(self) -> bool:
+        """Give the KV memory back to the trainer, and keep the captured steps for after `wake`.
+
+        On a GPU with cuda-python installed, the pages lose their memory and keep their addresses. Elsewhere this is
+        `release`, and the next call captures again.
+
+        Returns:
+            Whether the captured steps were kept.
+        """
+        with self._exclusive():
+            return self._decoder.sleep()
+
+    def wake(self) -> None:
+        """Take the KV memory again after `sleep`. A call of the engine does so by itself.
+
+        Raises:
+            KVMemoryError: the memory is not free any more.
+        """
+        with self._exclusive():
+            self._decoder.wake()
+
+    def shutdown(self) -> None:
+        """Free all that the engine holds. It stays usable, and captures again at the next call."""
+        self.release()
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +214,11 @@ class RolloutEngine:
             return
         scheduler, runner = self._stage(call, stats)
         while (plan := scheduler.plan()) is not None:
-            yield scheduler.commit(plan, runner.run(plan, scheduler))
+            waiting = isinstance(plan, Wait)
+            if not isinstance(plan, Wait):
+                runner.launch(plan)
+            for done, result in runner.collect(everything=waiting):
+                yield scheduler.commit(done, result)
 
     def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
         variant = Variant.of(call.sampling)
@@ -169,35 +229,39 @@ class RolloutEngine:
             yield chunk
 
     def _stage(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
-        """Everything a call needs to run: storage, scheduler and runner, with nothing left of earlier calls."""
+        """A scheduler and a runner for one call."""
         shape, dtype = self._probe()
-        device, size = self._model.device, self.config.page_size
-        slots = min(self.config.max_slots, len(call.requests))
-        longest = max(request.longest for request in call.requests)
-        storage = self._pool.provide(shape, dtype, device, rows=slots, longest=longest)
-        allocator = PageAllocator(storage.pages)
-        search = None if call.stop_strings is None else call.stop_strings.search
-        scheduler = Scheduler(call.requests, slots=slots, allocator=allocator, page_size=size, search_stop=search)
-        penalised = any(settings.repetition_penalty != 1 for settings in call.sampling)
-        state = RowState(
-            slots,
-            table_width=scheduler.block_table.shape[1],
-            stop_width=max(len(settings.stop_token_ids) for settings in call.sampling),
-            vocab_size=shape.vocab_size if penalised else None,
-            device=device,
+        variant = Variant.of(call.sampling)
+        self._decoder.prepare(
+            shape,
+            dtype,
+            self._guard.modules,
+            longest=max(request.longest for request in call.requests),
+            stops=max(len(settings.stop_token_ids) for settings in call.sampling),
+            variant=variant,
         )
-        backend = choose_backend(shape.layers, dtype, device)
+        storage = self._decoder.storage
+        allocator = PageAllocator(storage.pages)
+        scheduler = Scheduler(
+            call.requests,
+            slots=min(self.config.max_slots, len(call.requests)),
+            allocator=allocator,
+            page_size=storage.page_size,
+            search_stop=None if call.stop_strings is None else call.stop_strings.search,
+        )
+        ahead = self.config.run_ahead
+        if ahead is None:
+            ahead = 2 if self._model.device.type == "cuda" else 0
         runner = StepRunner(
-            forward=self._forward,
-            prefill=PrefillRunner(self._forward, self._guard, storage, backend),
-            storage=storage,
-            state=state,
-            backend=backend,
-            variant=Variant.of(call.sampling),
+            decoder=self._decoder,
+            prefill=PrefillRunner(self._forward, self._guard, storage, self._decoder.backend),
+            scheduler=scheduler,
+            variant=variant,
             route=self.config.prefill_route,
             max_tokens=self.config.prefill_max_tokens,
+            run_ahead=ahead,
         )
-        stats.watch(self.config.prefill_route, scheduler, allocator, runner)
+        stats.watch(self.config.prefill_route, scheduler, allocator, runner, self._decoder)
         return scheduler, runner
 
     def _read(self, prompts: Prompts, sampling: Sampling | None) -> tuple[PromptBatch, list[SamplingConfig]]:
@@ -225,7 +289,7 @@ class RolloutEngine:
         """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
         first = next(self._model.parameters())
         device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
-        modules = tuple(map(id, self._model.modules()))
+        modules = tuple(map(id, self._guard.modules))
         key = (device, first.dtype, vocabulary, self._guard.own, torch.is_autocast_enabled(device.type), modules)
         if self._probed is None or self._probed[0] != key:
             shape, dtype = probe(self._model)

@@ -39,6 +39,10 @@ class UnsupportedGenerationError(LiverollError):
     generates = True
 
 
+class CaptureError(LiverollError):
+    """The decode step cannot be captured; the message names the module that prevents it."""
+
+
 class KVMemoryError(LiverollError):
     """The KV memory allowed cannot hold even one prompt; the message says how much is needed."""
 

@@ -45,7 +45,7 @@ class _Sampling(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, state: RowState, variant: Variant) -> None:
         self._state = state
         self._variant = variant
-        self._slots = torch.arange(len(state.numbers), device=state.numbers.device)
+        self._slots = torch.arange(state.slots, device=state.numbers.device)
         self.reports: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
                 if live and (found := self._search(request, tokens[:, row])):
                     request.stop = found
                     self._state.numbers[row, Column.REMAINING] = 0
-        return self._state.numbers[:, Column.REMAINING] <= 0
+        return self._state.numbers[: self._state.slots, Column.REMAINING] <= 0
 
 
 def run_ordinary(
@@ -101,9 +101,11 @@ def run_ordinary(
         len(requests),
         table_width=1,
         stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
-        vocab_size=history_width(requests, model),
+        vocab_size=model.config.get_text_config().vocab_size,
         device=device,
     )
+    if variant is Variant.FULL:
+        state.keep_histories()
     state.admit(requests)
     sampling = _Sampling(state, variant)
     # All that is left to `generate` is to take the one token that the sampler leaves it.
@@ -141,10 +143,3 @@ def _finish(requests: Sequence[Request], tokens: np.ndarray, outcomes: np.ndarra
             request.finish_reason, request.stop = "stop", int(request.tokens[-1])
         else:
             request.finish_reason = "length"
-
-
-def history_width(requests: Sequence[Request], model: PreTrainedModel) -> int | None:
-    """Width of the histories that penalties need; None where no request has one."""
-    if all(request.sampling.repetition_penalty == 1 for request in requests):
-        return None
-    return int(model.config.get_text_config().vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.ordinary import OrdinaryCounts
 from liveroll.scheduling.pages import PageAllocator
@@ -20,13 +21,17 @@ class StatsRecorder:
         self._started = time.perf_counter()
         self._route = ""
         self._fallback_reason: str | None = None
-        self._sources: tuple[Scheduler, PageAllocator, StepRunner] | None = None
+        self._sources: tuple[Scheduler, PageAllocator, StepRunner, Decoder] | None = None
+        self._before = (0, 0)
         self._chunks: list[OrdinaryCounts] = []
 
-    def watch(self, route: str, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner) -> None:
+    def watch(
+        self, route: str, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner, decoder: Decoder
+    ) -> None:
         """Read the counts of these when the call ends."""
         self._route = route
-        self._sources = (scheduler, allocator, runner)
+        self._sources = (scheduler, allocator, runner, decoder)
+        self._before = (decoder.graphs.captures, decoder.graphs.replays)
 
     def record_chunk(self, counts: OrdinaryCounts) -> None:
         """Add a chunk that went to `model.generate`."""
@@ -43,12 +48,16 @@ class StatsRecorder:
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
-        preemptions = peak = 0
+        preemptions = peak = captures = replays = 0
+        eager_reason = None
         if self._sources is not None:
-            scheduler, allocator, runner = self._sources
+            scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
             forwards, tokens, padded = counts.forwards, counts.tokens, counts.padded
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
+            captures = decoder.graphs.captures - self._before[0]
+            replays = decoder.graphs.replays - self._before[1]
+            eager_reason = decoder.eager_reason
         return RolloutStats(
             route=self._route,
             fallback_reason=self._fallback_reason,
@@ -61,5 +70,8 @@ class StatsRecorder:
             preemptions=preemptions,
             peak_pages=peak,
             kv_bytes=kv_bytes,
+            captures=captures,
+            replays=replays,
+            eager_reason=eager_reason,
             seconds=time.perf_counter() - self._started,
         )

@@ -89,6 +89,9 @@ class RolloutStats:
         preemptions: rows put back in the queue because the pages ran out.
         peak_pages: most KV pages in use at once.
         kv_bytes: bytes of KV storage held.
+        captures: decode steps captured during the call.
+        replays: captured steps run.
+        eager_reason: why decode steps were not captured, or None.
         seconds: wall time of the call.
     """
 
@@ -102,8 +105,31 @@ class RolloutStats:
     preemptions: int
     peak_pages: int
     kv_bytes: int
+    captures: int
+    replays: int
     seconds: float
+    eager_reason: str | None = None
     fallback_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes that an engine keeps between calls.
+
+    Attributes:
+        kv: the KV pages.
+        graphs: the memory pool of the captured steps.
+        static: the running batch, and inputs and outputs of the captured steps.
+    """
+
+    kv: int
+    graphs: int
+    static: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kv + self.graphs + self.static
 
 
 @dataclass(frozen=True)

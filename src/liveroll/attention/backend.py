@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from liveroll.attention.layout import PackedLayout, PagedLayout
-from liveroll.model.geometry import AttentionTraits, LayerSpec
+from liveroll.attention.reference import ReferenceAttention
+from liveroll.model.geometry import AttentionTraits
 
 
 class AttentionBackend(Protocol):
@@ -58,11 +58,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_backend(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The fastest backend that is exact for these layers."""
-    from liveroll.attention.reference import ReferenceAttention
-    from liveroll.attention.varlen import VarlenAttention
+def choose_backend(device: torch.device) -> AttentionBackend:
+    """The fastest backend of a device."""
+    if device.type == "cuda":
+        # Triton is not there on every platform that runs the reference.
+        from liveroll.attention.fast import GpuAttention
 
-    if all(VarlenAttention.serves(layer, dtype, device) for layer in layers):
-        return VarlenAttention()
+        return GpuAttention()
     return ReferenceAttention()

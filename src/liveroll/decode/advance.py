@@ -24,6 +24,7 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
     Returns:
         `[3, B]` int32: tokens, `Outcome` codes, and the bits of the float32 log-probabilities.
     """
+    seen = state.seen if variant is Variant.FULL else None
     numbers, settings = state.numbers[slots], state.settings[slots]
     stops = state.stops[slots]
     live = numbers[:, Column.REMAINING] > 0
@@ -33,10 +34,10 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
         sampled=numbers[:, Column.SAMPLED] != 0,
         temperature=settings[:, Setting.TEMPERATURE],
         top_k=numbers[:, Column.TOP_K],
-        top_p=settings[:, Setting.TOP_P],
+        tail=settings[:, Setting.TAIL],
         min_p=settings[:, Setting.MIN_P],
         penalty=settings[:, Setting.PENALTY],
-        seen=None if state.seen is None else state.seen[slots],
+        seen=None if seen is None else seen[slots],
         stops=stops,
         held=numbers[:, Column.HELD] > 0,
     )
@@ -50,8 +51,9 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
     moved[:, Column.REMAINING] = remaining
     moved[:, Column.HELD] = (numbers[:, Column.HELD] - 1).clamp(min=0)
     state.numbers[slots] = torch.where(live[:, None], moved, numbers)
-    if state.seen is not None:
-        state.seen[slots, tokens] = True
+    if seen is not None:
+        # One flat index: assigning a scalar by index copies it from the host, which a graph cannot.
+        seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
 
     outcome = torch.where(remaining > 0, int(Outcome.RUNNING), int(Outcome.SPENT))
     outcome = torch.where(stopped, int(Outcome.STOPPED), outcome)

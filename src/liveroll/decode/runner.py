@@ -1,62 +1,67 @@
-"""Step plans carried out on the device."""
+"""Step plans carried out on the device, a few steps ahead of their results."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from liveroll.attention import interface
-from liveroll.attention.backend import AttentionBackend
-from liveroll.attention.calls import PagedCall
-from liveroll.attention.layout import PagedLayout
 from liveroll.config import PrefillRoute
 from liveroll.decode.advance import advance
+from liveroll.decode.decoder import Decoder
 from liveroll.decode.sampler import Variant
-from liveroll.decode.state import Column, RowState
-from liveroll.kv.cache import PagedCache
-from liveroll.kv.storage import PagedStorage
-from liveroll.model.forward import ModelForward
+from liveroll.decode.upload import upload
 from liveroll.planning.prefill import plan_forwards
 from liveroll.prefill.runner import PrefillCounts, PrefillRunner
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose report is on its way to the host."""
+
+    plan: StepPlan
+    report: Tensor
+    arrived: torch.cuda.Event | None
+
+
 class StepRunner:
     """Runs the steps of one call; the only place that reads from the device, once a step.
 
     Args:
-        forward: the model.
+        decoder: runs decode steps.
         prefill: runs prefill forwards.
-        storage: the KV pages.
-        state: the running batch, fresh for the call.
-        backend: attention over pages.
+        scheduler: has the pages of every slot.
         variant: how much of sampling the call needs.
         route: how admissions are prefilled.
         max_tokens: token positions in one prefill forward, or None.
+        run_ahead: steps that may be launched before the result of an earlier one is read.
     """
 
     def __init__(
         self,
         *,
-        forward: ModelForward,
+        decoder: Decoder,
         prefill: PrefillRunner,
-        storage: PagedStorage,
-        state: RowState,
-        backend: AttentionBackend,
+        scheduler: Scheduler,
         variant: Variant,
         route: PrefillRoute,
         max_tokens: int | None,
+        run_ahead: int,
     ) -> None:
-        self._forward = forward
+        self._decoder = decoder
         self._prefill = prefill
-        self._storage = storage
-        self._state = state
-        self._backend = backend
+        self._scheduler = scheduler
         self._variant = variant
         self._route = route
         self._max_tokens = max_tokens
+        self._run_ahead = run_ahead
+        self._launched: deque[_Launched] = deque()
         self._table_version = -1
         self.decode_steps = 0
 
@@ -65,52 +70,42 @@ class StepRunner:
         """What the prefills of the call ran so far."""
         return self._prefill.counts
 
-    def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
-        """Carry out a plan and report what every one of its rows sampled."""
-        if self._table_version != scheduler.table_version:
-            self._state.load_table(scheduler.block_table)
-            self._table_version = scheduler.table_version
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step."""
+        if self._table_version != self._scheduler.table_version:
+            self._decoder.state.load_table(self._scheduler.block_table)
+            self._table_version = self._scheduler.table_version
         report = self._run_prefill(plan) if isinstance(plan, PrefillStep) else self._run_decode(plan)
-        tokens, outcomes, bits = report.cpu().numpy()
-        return StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32))
+        arrived = None
+        if report.device.type == "cuda":
+            on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            report = on_host.copy_(report, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        else:
+            report = report.clone()
+        self._launched.append(_Launched(plan, report, arrived))
+
+    def collect(self, *, everything: bool) -> Iterator[tuple[StepPlan, StepResult]]:
+        """Results of the steps launched longest ago: all of them, or all but those that may run ahead."""
+        while len(self._launched) > (0 if everything else self._run_ahead):
+            step = self._launched.popleft()
+            if step.arrived is not None:
+                step.arrived.synchronize()
+            tokens, outcomes, bits = step.report.numpy()
+            yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32))
 
     def _run_prefill(self, plan: PrefillStep) -> Tensor:
-        slots = self._state.admit(plan.admitted)
+        state = self._decoder.state
+        slots = state.admit(plan.admitted)
         lengths = [len(request.prompt) + len(request.tokens) for request in plan.admitted]
         report = torch.empty(3, len(slots), dtype=torch.int32, device=slots.device)
         for forward in plan_forwards(self._route, lengths, self._max_tokens):
             logits = self._prefill.run(plan.admitted, forward)
-            rows = torch.tensor(forward.indices, device=slots.device)
-            report[:, rows] = advance(self._state, slots[rows], logits, self._variant)
+            rows = upload(np.array(forward.indices), slots.device)
+            report[:, rows] = advance(state, slots[rows], logits, self._variant)
         return report
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self.decode_steps += 1
-        slots = torch.from_numpy(plan.slots).to(self._forward.device)
-        return decode(self._forward, self._state, slots, self._storage, self._backend, plan.longest, self._variant)
-
-
-def decode(
-    forward: ModelForward,
-    state: RowState,
-    slots: Tensor,
-    storage: PagedStorage,
-    backend: AttentionBackend,
-    longest: int,
-    variant: Variant,
-) -> Tensor:
-    """One decode step of `[B]` slots; the report of `advance`.
-
-    Nothing here depends on values on the host but `longest`, an upper bound of the rows' keys.
-    """
-    numbers = state.numbers[slots]
-    position = numbers[:, Column.POSITION]
-    table = state.block_table[slots]
-    page = table.gather(1, (position // storage.page_size)[:, None])[:, 0].long()
-    # Frozen rows write to the first row of the scratch page.
-    live = numbers[:, Column.REMAINING] > 0
-    index = torch.where(live, page * storage.page_size + position % storage.page_size, 0)
-    layout = PagedLayout(table, position + 1, longest)
-    with interface.bound(PagedCall(backend, storage, layout)):
-        logits = forward(numbers[:, :1], position[:, None], PagedCache(storage, index))
-    return advance(state, slots, logits[:, -1], variant)
+        return self._decoder.launch(plan.slots, plan.longest, self._variant)

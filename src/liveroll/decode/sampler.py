@@ -50,7 +50,7 @@ class Rows:
         sampled: `[B]` bool, False takes the most likely token.
         temperature: `[B]` float32.
         top_k: `[B]` int64, 0 keeps all.
-        top_p: `[B]` float32.
+        tail: `[B]` float32, 1 - top_p; 0 keeps all.
         min_p: `[B]` float32.
         penalty: `[B]` float32 repetition penalty.
         seen: `[B, V]` bool, tokens of the history; None where no row has a penalty.
@@ -63,7 +63,7 @@ class Rows:
     sampled: Tensor
     temperature: Tensor
     top_k: Tensor
-    top_p: Tensor
+    tail: Tensor
     min_p: Tensor
     penalty: Tensor
     seen: Tensor | None
@@ -82,6 +82,10 @@ def sample(logits: Tensor, rows: Rows, variant: Variant) -> tuple[Tensor, Tensor
     Returns:
         `[B]` int64 tokens, and `[B]` float32 log-probabilities of them in the distribution they were drawn from.
     """
+    if logits.is_cuda and variant is not Variant.FULL:
+        from liveroll.kernels.draw import draw
+
+        return draw(logits, rows.temperature, rows.sampled, rows.stream, rows.position)
     scores = logits.to(torch.float32)
     if variant is Variant.FULL:
         scores = penalise(scores, rows.seen, rows.penalty)
@@ -89,7 +93,7 @@ def sample(logits: Tensor, rows: Rows, variant: Variant) -> tuple[Tensor, Tensor
     if variant is not Variant.GREEDY:
         scores = scores / rows.temperature[:, None]
     if variant is Variant.FULL:
-        scores = keep_likely(scores, rows.top_k, rows.top_p, rows.min_p)
+        scores = keep_likely(scores, rows.top_k, rows.tail, rows.min_p)
     if variant is Variant.GREEDY:
         tokens = scores.argmax(dim=-1)
     else:
@@ -113,21 +117,23 @@ def hold(scores: Tensor, stops: Tensor, held: Tensor) -> Tensor:
     return scores.scatter_add(1, stops.clamp(min=0), excluded)
 
 
-def keep_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def keep_likely(scores: Tensor, top_k: Tensor, tail: Tensor, min_p: Tensor) -> Tensor:
     """Exclude the tokens that top-k, then top-p, then min-p leave out.
 
     Ties at the k-th score are all kept. Top-p keeps a token while the probability of those before it is under p
     (Holtzman et al. 2020, arXiv:1904.09751), min-p while its own is at least that share of the largest
-    (Nguyen et al. 2024, arXiv:2407.01082).
+    (Nguyen et al. 2024, arXiv:2407.01082). Of equal tokens at the edge of top-p, those with the highest ids stay.
     """
-    ranked, order = scores.sort(dim=-1, descending=True)
-    last = torch.where(top_k > 0, top_k, scores.shape[-1]).clamp(max=scores.shape[-1]) - 1
-    ranked = ranked.masked_fill(ranked < ranked.gather(1, last[:, None]), _NEVER)
+    width = scores.shape[-1]
+    # From the least likely on, as transformers does it: which of equal tokens stay depends on the direction. A sort
+    # that is not stable would let it depend on the device and the size of the batch too.
+    ranked, order = scores.sort(dim=-1, stable=True)
+    kept = torch.where(top_k > 0, top_k, width).clamp(max=width)
+    ranked = ranked.masked_fill(ranked < ranked.gather(1, width - kept[:, None]), _NEVER)
     probabilities = ranked.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    # At p = 1 nothing is left out, though the sum of the likelier tokens rounds to 1 far down the ranks.
-    out = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    out |= probabilities < min_p[:, None] * probabilities[:, :1]
-    out[:, 0] = False
+    # At p = 1 nothing is left out, not even a token whose probability rounds to 0.
+    out = (probabilities.cumsum(dim=-1) <= tail[:, None]) & (tail > 0)[:, None]
+    out |= probabilities < min_p[:, None] * probabilities[:, -1:]
+    out[:, -1] = False
     ranked = ranked.masked_fill(out, _NEVER)
     return torch.empty_like(scores).scatter_(1, order, ranked)

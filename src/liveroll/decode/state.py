@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from liveroll.decode.upload import upload
 from liveroll.scheduling.request import Request
 
 
@@ -29,7 +30,7 @@ class Setting(IntEnum):
     """Real numbers kept of a slot."""
 
     TEMPERATURE = 0
-    TOP_P = 1
+    TAIL = 1  # 1 - top_p, rounded once as in transformers
     MIN_P = 2
     PENALTY = 3
 
@@ -37,24 +38,37 @@ class Setting(IntEnum):
 class RowState:
     """Tensors over slots, all written by `admit` and by the step's `advance`, and by nothing else.
 
+    The slot behind the last is inert: its budget is spent, so that it may stand in a step for no row at all.
+
     Args:
         slots: rows of the running batch.
         table_width: pages that a row may hold.
         stop_width: stop tokens that a row may have.
-        vocab_size: V; given where histories are kept for penalties, else None.
+        vocab_size: V.
         device: where the tensors live.
     """
 
-    def __init__(
-        self, slots: int, *, table_width: int, stop_width: int, vocab_size: int | None, device: torch.device
-    ) -> None:
-        self.numbers = torch.zeros(slots, len(Column), dtype=torch.int64, device=device)
-        self.settings = torch.ones(slots, len(Setting), dtype=torch.float32, device=device)
-        self.stops = torch.full((slots, stop_width), -1, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(slots, table_width, dtype=torch.int32, device=device)
-        self.seen = None
-        if vocab_size is not None:
-            self.seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+    def __init__(self, slots: int, *, table_width: int, stop_width: int, vocab_size: int, device: torch.device) -> None:
+        self.slots = slots
+        self.inert = slots
+        self.numbers = torch.zeros(slots + 1, len(Column), dtype=torch.int64, device=device)
+        self.settings = torch.ones(slots + 1, len(Setting), dtype=torch.float32, device=device)
+        self.stops = torch.full((slots + 1, stop_width), -1, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(slots + 1, table_width, dtype=torch.int32, device=device)
+        self.seen: Tensor | None = None
+        self._vocab_size = vocab_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        held = [self.numbers, self.settings, self.stops, self.block_table]
+        return sum(tensor.nbytes for tensor in held) + (0 if self.seen is None else self.seen.nbytes)
+
+    def keep_histories(self) -> None:
+        """From now on, keep which tokens each row has seen, `[slots, V]` bool, for penalties."""
+        if self.seen is None:
+            shape = (self.slots + 1, self._vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.numbers.device)
 
     def admit(self, requests: Sequence[Request]) -> Tensor:
         """Set up the slots of requests as their prefill leaves them; `[N]` int64 slots on the device.
@@ -67,21 +81,22 @@ class RowState:
         stops = np.full((len(requests), self.stops.shape[1]), -1, np.int64)
         for row, request in enumerate(requests):
             stops[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
-        slots = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=device)
-        self.numbers[slots] = torch.from_numpy(numbers).to(device)
-        self.settings[slots] = torch.from_numpy(settings).to(device)
-        self.stops[slots] = torch.from_numpy(stops).to(device)
+        slots = upload(np.array([r.slot for r in requests], np.int64), device)
+        self.numbers[slots] = upload(numbers, device)
+        self.settings[slots] = upload(settings, device)
+        self.stops[slots] = upload(stops, device)
         if self.seen is not None:
             self.seen[slots] = False
             histories = [np.concatenate([r.context, np.array(r.padding_ids, np.int64)]) for r in requests]
-            owner = np.repeat([r.slot for r in requests], [len(history) for history in histories])
-            pairs = torch.from_numpy(np.stack([owner, np.concatenate(histories)])).to(device)
-            self.seen[pairs[0], pairs[1]] = True
+            owners = np.repeat([r.slot for r in requests], [len(history) for history in histories])
+            owner, token = upload(np.stack([owners, np.concatenate(histories)]), device)
+            self.seen[owner, token] = True
         return slots
 
     def load_table(self, block_table: np.ndarray) -> None:
-        """Copy the pages of every slot, `[slots, pages]` int32."""
-        self.block_table[:, : block_table.shape[1]] = torch.from_numpy(block_table)
+        """Copy the pages of the first slots, `[slots, pages]` int32."""
+        rows, pages = block_table.shape
+        self.block_table[:rows, :pages] = upload(block_table, self.block_table.device)
 
 
 def _numbers(request: Request) -> list[int]:
@@ -99,10 +114,10 @@ def _numbers(request: Request) -> list[int]:
 def _settings(request: Request) -> list[float]:
     sampling = request.sampling
     row = [1.0] * len(Setting)
-    row[Setting.MIN_P] = 0.0
+    row[Setting.TAIL] = row[Setting.MIN_P] = 0.0
     if sampling.do_sample:
         row[Setting.TEMPERATURE] = sampling.temperature
-        row[Setting.TOP_P] = sampling.top_p
+        row[Setting.TAIL] = 1 - sampling.top_p
         row[Setting.MIN_P] = sampling.min_p
     row[Setting.PENALTY] = sampling.repetition_penalty
     return row

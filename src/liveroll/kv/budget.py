@@ -36,11 +36,11 @@ def allowed_pages(config: RolloutConfig, token_bytes: int, free: int) -> int:
     return int(free * fraction) // (token_bytes * config.page_size)
 
 
-def check_fits(config: RolloutConfig, longest: int, allowed: int, token_bytes: int) -> None:
+def check_fits(page_size: int, longest: int, allowed: int, token_bytes: int) -> None:
     """Refuse a call whose longest row would not fit alone.
 
     Args:
-        config: the engine's.
+        page_size: tokens in a page.
         longest: tokens of keys and values that the longest row comes to hold.
         allowed: pages allowed.
         token_bytes: KV bytes of one token.
@@ -48,11 +48,11 @@ def check_fits(config: RolloutConfig, longest: int, allowed: int, token_bytes: i
     Raises:
         KVMemoryError: saying how much is needed.
     """
-    needed = -(-longest // config.page_size)
+    needed = -(-longest // page_size)
     if needed > allowed:
-        tokens = needed * config.page_size
+        tokens = needed * page_size
         raise KVMemoryError(
-            f"the KV memory allowed holds {allowed * config.page_size} tokens and one row of this call needs {tokens} "
+            f"the KV memory allowed holds {allowed * page_size} tokens and one row of this call needs {tokens} "
             f"({tokens * token_bytes} bytes); raise kv_tokens, kv_bytes or kv_fraction, or shorten the prompt or "
             "max_new_tokens"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from liveroll.config import RolloutConfig
-from liveroll.kv.budget import allowed_pages, check_fits, free_bytes
+from liveroll.kv.budget import allowed_pages, free_bytes
 from liveroll.kv.storage import PagedStorage, bytes_per_token
 from liveroll.model.geometry import ModelShape
 
@@ -19,51 +19,34 @@ class StoragePool:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
-        self._storage: PagedStorage | None = None
-        self._key: tuple[object, ...] = ()
+        self.storage: PagedStorage | None = None
+        """What is held, written by `provide` and `release` alone."""
 
     @property
     def bytes(self) -> int:
         """Bytes held now."""
-        return 0 if self._storage is None else self._storage.bytes
+        return 0 if self.storage is None else self.storage.bytes
 
-    def provide(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, *, rows: int, longest: int
-    ) -> PagedStorage:
-        """Storage for a call.
-
-        Args:
-            shape: the model's layers.
-            dtype: dtype of keys and values.
-            device: where they live.
-            rows: rows that run side by side, at most.
-            longest: tokens that the longest row of the call comes to hold.
-
-        Raises:
-            KVMemoryError: the memory allowed cannot hold the longest row; what was held stays.
-        """
-        size = self._config.page_size
-        fixed = self._config.max_length
-        wanted = rows * -(-longest // size)
-        if fixed is not None:
-            wanted = self._config.max_slots * -(-fixed // size)
+    def allowed(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+        """Pages that the configuration allows now, what is held counted as free."""
         token_bytes = bytes_per_token(shape.layers, dtype)
-        key = (shape.layers, dtype, device)
-        held = self._storage if key == self._key else None
-        if held is not None and held.pages > wanted:
-            return held
-        free = free_bytes(device) + self.bytes
-        allowed = allowed_pages(self._config, token_bytes, free)
-        check_fits(self._config, longest, allowed, token_bytes)
-        pages = min(wanted, allowed) + 1
-        if held is not None and held.pages >= pages:
-            return held
-        del held
+        return allowed_pages(self._config, token_bytes, free_bytes(device) + self.bytes)
+
+    def provide(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, pages: int) -> PagedStorage:
+        """New storage of `pages` pages and the scratch page, in place of what is held."""
         self.release()
-        self._storage = PagedStorage(shape.layers, pages, size, dtype, device)
-        self._key = key
-        return self._storage
+        self.storage = PagedStorage(shape.layers, pages + 1, self._config.page_size, dtype, device)
+        return self.storage
+
+    def sleep(self) -> bool:
+        """Give the device memory back and keep its addresses, so that captured steps stay valid; False if it cannot."""
+        return self.storage is not None and self.storage.arena.unmap()
+
+    def wake(self) -> None:
+        """Take device memory again under the same addresses, zeroed; nothing where none was given back."""
+        if self.storage is not None:
+            self.storage.arena.map()
 
     def release(self) -> None:
         """Let go of the storage."""
-        self._storage, self._key = None, ()
+        self.storage = None

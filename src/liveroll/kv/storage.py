@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from liveroll.kv.arena import make_arena
 from liveroll.model.geometry import LayerSpec
+
+# Wide loads of a kernel want every tensor to begin on such a boundary.
+_ALIGNMENT = 256
 
 
 class PagedStorage:
@@ -26,20 +32,22 @@ class PagedStorage:
     ) -> None:
         self.pages = pages
         self.page_size = page_size
-
-        def allocate(heads: int, dim: int) -> Tensor:
-            # Zeros, since attention multiplies masked values by zero and must not meet a NaN there.
-            return torch.zeros(pages, page_size, heads, dim, dtype=dtype, device=device)
-
-        # Tensors made in inference mode could not be written to by a later call outside of it.
-        with torch.inference_mode(False):
-            self.keys = [allocate(layer.kv_heads, layer.key_dim) for layer in layers]
-            self.values = [allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+        shapes = [(pages, page_size, layer.kv_heads, layer.key_dim) for layer in layers]
+        shapes += [(pages, page_size, layer.kv_heads, layer.value_dim) for layer in layers]
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
+        # Arenas hold zeros, since attention multiplies masked values by zero and must not meet a NaN there.
+        self.arena = make_arena(sum(sizes), device)
+        starts = [0, *itertools.accumulate(sizes)]
+        tensors = [
+            self.arena.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for shape, start in zip(shapes, starts, strict=False)
+        ]
+        self.keys, self.values = tensors[: len(layers)], tensors[len(layers) :]
 
     @property
     def bytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """Bytes of device memory held now."""
+        return self.arena.bytes
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Store tokens.
@@ -50,6 +58,11 @@ class PagedStorage:
             key: `[T, kv_heads, key_dim]` of any dtype that the storage's holds without loss.
             value: `[T, kv_heads, value_dim]`, likewise.
         """
+        if key.is_cuda:
+            from liveroll.kernels.kv_write import write_kv
+
+            write_kv(key, value, self.keys[layer], self.values[layer], index)
+            return
         for stored, given in ((self.keys[layer], key), (self.values[layer], value)):
             stored.flatten(0, 1).index_copy_(0, index, given.to(stored.dtype))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
-from liveroll.errors import UnsupportedModelError
-from liveroll.model.versions import attention_implementation
+from liveroll.model.versions import AttentionSwitch
 
 
 class ModelGuard:
@@ -21,82 +21,78 @@ class ModelGuard:
 
     Args:
         model: the model.
-        training: the mode to generate in.
+        training: the mode to generate in; None leaves every module in its own.
     """
 
-    def __init__(self, model: PreTrainedModel, *, training: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, training: bool | None) -> None:
         self._model = model
         self._training = training
-        self.own = attention_implementation(model)
-        """Name of the model's own attention implementation, as the last rollout found it."""
+        self._attention = AttentionSwitch(model)
+        self.own = self._attention.name
+        """Name of the model's own attention implementation."""
+        self.modules: list[nn.Module] = []
+        """All modules of the model, as they were found by the rollout that runs."""
         interface.register()
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
-        modules = list(self._model.modules())
-        training = [module.training for module in modules]
-        checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+        modules = self.modules = list(self._model.modules())
+        wanted = self._training
+        flipped = [module for module in modules if wanted is not None and module.training != wanted]
+        checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]
         device = self._model.device
         gradients, random = torch.is_grad_enabled(), torch.get_rng_state()
         device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.own = attention_implementation(self._model)
 
         def restore() -> None:
             torch.set_grad_enabled(gradients)
             torch.set_rng_state(random)
             if device_random is not None:
                 torch.cuda.set_rng_state(device_random, device)
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
+            for module in flipped:
+                module.training = not wanted
             for module in checkpointing:
-                module.gradient_checkpointing = True
+                module.gradient_checkpointing = True  # type: ignore[assignment]
 
         try:
-            for module in modules:
-                module.training = self._training
+            for module in flipped:
+                module.training = bool(wanted)
             for module in checkpointing:
-                module.gradient_checkpointing = False
-            with torch.no_grad():
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+            # Tensors kept from a call in inference mode could not be written to by a call outside of it.
+            with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            # A second Ctrl-C, or the first one late, may arrive while this runs.
-            try:
-                restore()
-            except KeyboardInterrupt:
-                restore()
-                raise
+            _in_full(restore)
 
     @contextmanager
     def our_attention(self) -> Iterator[None]:
-        """Inside, the model's layers call `liveroll.attention.interface.attention`.
-
-        Raises:
-            UnsupportedModelError: the model's attention cannot be chosen.
-        """
-        with self._attention(interface.NAME):
+        """Inside, the model's layers call `liveroll.attention.interface.attention`."""
+        self.own = self._attention.name
+        with self._switched(interface.NAME):
             yield
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Inside `our_attention`, the implementation that the model came with."""
-        with self._attention(self.own):
+        """Inside `our_attention`, the model's own implementation."""
+        with self._switched(self.own):
             yield
 
     @contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        before = attention_implementation(self._model)
+    def _switched(self, name: str) -> Iterator[None]:
+        before = self._attention.name
         try:
-            self._model.set_attn_implementation(name)
-            if attention_implementation(self._model) != name:
-                raise UnsupportedModelError(
-                    f"{type(self._model).__name__} cannot be rolled out: it does not attend through transformers' "
-                    "attention interface"
-                )
+            self._attention.set(name)
             yield
         finally:
-            try:
-                self._model.set_attn_implementation(before)
-            except KeyboardInterrupt:
-                self._model.set_attn_implementation(before)
-                raise
+            _in_full(lambda: self._attention.set(before))
+
+
+def _in_full(restore: Callable[[], None]) -> None:
+    """Restore, and if an interrupt arrives meanwhile restore again before it goes on."""
+    try:
+        restore()
+    except KeyboardInterrupt:
+        restore()
+        raise

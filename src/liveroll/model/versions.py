@@ -1,19 +1,18 @@
-"""Where transformers 4.57 and 5.x differ: every probe of the version, and every call that depends on it."""
+"""Where versions of transformers and torch differ: every probe of one, and every call that depends on it."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
-from transformers import GenerationConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import GenerationConfig, PreTrainedModel
 
 _RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -119,6 +118,32 @@ def keeps_chosen_logits(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def attention_implementation(model: Any) -> str:
-    """Name of the attention implementation in force; transformers has a public setter for it and no getter."""
-    return str(model.config._attn_implementation)
+class AttentionSwitch:
+    """Switches a model's attention implementation, and knows the one in force.
+
+    transformers has no public getter, and its public setter looks through all modules twice: too slow for twice a
+    call. Both work on this attribute of the configurations that the model's parts read it from.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        parts = (part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+        self._configs = list({id(config): config for config in parts}.values())
+
+    @property
+    def name(self) -> str:
+        """The implementation in force."""
+        return str(self._configs[0]._attn_implementation)
+
+    def set(self, name: str) -> None:
+        """Put an implementation in force."""
+        for config in self._configs:
+            config._attn_implementation = name
+
+
+def varlen_attention(*, grouped: bool) -> Callable[..., Any]:
+    """Torch's `varlen_attn`, told by keyword of fewer KV heads than query heads since 2.12; 2.11 need not be told."""
+    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=grouped) if known else varlen_attn

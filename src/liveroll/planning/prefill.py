@@ -36,23 +36,19 @@ def plan_forwards(route: PrefillRoute, lengths: Sequence[int], max_tokens: int |
         return tuple(Forward((index,), length) for index, length in enumerate(lengths))
     limit = float("inf") if max_tokens is None else max_tokens
     if route == "equal_width":
-        width = max(lengths)
-        rows = len(lengths) if max_tokens is None else max(1, max_tokens // width)
-        return tuple(
-            Forward(tuple(range(start, min(start + rows, len(lengths)))), width)
-            for start in range(0, len(lengths), rows)
-        )
-    return tuple(Forward(indices, None) for indices in _fill(lengths, limit))
+        groups = _fill(lengths, limit, padded=True)
+        return tuple(Forward(group, max(lengths[index] for index in group)) for group in groups)
+    return tuple(Forward(group, None) for group in _fill(lengths, limit, padded=False))
 
 
-def _fill(lengths: Sequence[int], limit: float) -> Iterator[tuple[int, ...]]:
-    """Runs of consecutive contexts whose lengths add up to at most the limit."""
+def _fill(lengths: Sequence[int], limit: float, *, padded: bool) -> Iterator[tuple[int, ...]]:
+    """Runs of consecutive contexts that take at most the limit, each padded to the longest of its run or not."""
     group: list[int] = []
-    total = 0
+    width = total = 0
     for index, length in enumerate(lengths):
-        if group and total + length > limit:
+        width, total = max(width, length), total + length
+        if group and (width * (len(group) + 1) if padded else total) > limit:
             yield tuple(group)
-            group, total = [], 0
+            group, width, total = [], length, length
         group.append(index)
-        total += length
     yield tuple(group)

@@ -31,12 +31,20 @@ class DecodeStep:
     """Feed the last token of every running row and sample its next one.
 
     Attributes:
-        slots: int64 slots of the running rows.
-        longest: keys that the longest of them attends to.
+        slots: int64 slots of the rows, ascending.
+        tenancies: int64, which tenant of each slot the step is for; by the time its result is known, the row may
+            have ended and the slot may have been given away.
+        longest: keys that the longest of the rows attends to.
     """
 
     slots: np.ndarray
+    tenancies: np.ndarray
     longest: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing can be decided before the results of steps in flight are known."""
 
 
 StepPlan = PrefillStep | DecodeStep

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
-from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult
+from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.transcript import Transcript
 from liveroll.types import FinishReason
@@ -27,6 +27,9 @@ StopSearch = Callable[[Request, np.ndarray], str | None]
 
 class Scheduler:
     """Runs requests through a fixed number of slots and pages.
+
+    Steps may be planned ahead of their results: until it is told otherwise, the scheduler takes every row to go on
+    until its budget is spent, and a row that ended earlier is frozen on the device meanwhile.
 
     Admission takes pages for a request's context only; each further page is taken when its row reaches it. When
     none is left, the row admitted last goes back to the front of the queue with the tokens it has, and is
@@ -59,9 +62,13 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
         self._transcript = Transcript(slots, max((r.sampling.max_new_tokens for r in requests), default=1))
-        # Position at which a slot's last token will be written, and the positions its pages cover.
+        # Of the next step of each slot: the position it feeds, the positions covered by pages, the tokens left to plan.
         self._position = np.zeros(slots, np.int64)
         self._covered = np.zeros(slots, np.int64)
+        self._left = np.zeros(slots, np.int64)
+        self._active = np.zeros(slots, bool)
+        self._tenancy = np.zeros(slots, np.int64)
+        self._in_flight = 0
         self._has_stop_strings = np.zeros(slots, bool)
         self.preemptions = 0
         widest = max((self._pages_for(r.longest) for r in requests), default=1)
@@ -75,25 +82,34 @@ class Scheduler:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepPlan | Wait | None:
         """Decide the next step; None when every request has finished."""
         if admitted := self._admit():
+            self._in_flight += 1
             return PrefillStep(tuple(admitted))
         if not self._running:
-            return None
-        self._cover_next_positions()
-        slots = np.fromiter(sorted(self._running), np.int64, len(self._running))
-        return DecodeStep(slots, longest=int(self._position[slots].max()) + 1)
+            return Wait() if self._in_flight else None
+        if not self._cover_next_positions():
+            return Wait()
+        slots = np.flatnonzero(self._active & (self._left > 0))
+        if not len(slots):
+            return Wait()
+        step = DecodeStep(slots, self._tenancy[slots], longest=int(self._position[slots].max()) + 1)
+        self._position[slots] += 1
+        self._left[slots] -= 1
+        self._in_flight += 1
+        return step
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Take in what a step sampled; the requests that it finished."""
+        """Take in what a step sampled, oldest step first; the requests that it finished."""
+        self._in_flight -= 1
+        live = result.outcomes != Outcome.IDLE
         if isinstance(plan, PrefillStep):
-            slots = np.fromiter((self._slot_of(r) for r in plan.admitted), np.int64, len(plan.admitted))
+            slots = np.array([self._slot_of(request) for request in plan.admitted], np.int64)
         else:
             slots = plan.slots
-        live = result.outcomes != Outcome.IDLE
+            live &= self._tenancy[slots] == plan.tenancies
         self._transcript.append(slots[live], result.tokens[live], result.logprobs[live])
-        self._position[slots[live]] += 1
         finished = []
         for slot in slots[live & self._has_stop_strings[slots]].tolist():
             if found := self._find_stop(slot):
@@ -136,19 +152,26 @@ class Scheduler:
             self.block_table[slot, :needed] = request.pages
             self.table_version += 1
             self._covered[slot] = needed * self._page_size
-            # The prefill feeds everything up to here, and commit moves on to the token it samples.
-            self._position[slot] = length - 1
+            # The prefill itself samples a token, which the step after it feeds.
+            self._position[slot] = length
+            self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
             self._has_stop_strings[slot] = bool(request.sampling.stop)
             self._transcript.start(slot, request.tokens, request.logprobs)
             self._running[slot] = request
+            self._active[slot] = True
             admitted.append(request)
         return admitted
 
-    def _cover_next_positions(self) -> None:
-        """Give every running row the page that its next position falls in, oldest row first."""
-        uncovered = self._position >= self._covered
-        for slot in [s for s in self._running if uncovered[s]]:
+    def _cover_next_positions(self) -> bool:
+        """Give every row that goes on the page of its next position, oldest row first; False to wait for results."""
+        uncovered = self._active & (self._position >= self._covered) & (self._left > 0)
+        if not uncovered.any():
+            return True
+        for slot in [slot for slot in self._running if uncovered[slot]]:
             while slot in self._running and not self._allocator.available:
+                # The tokens of a preempted row must all be known, and a result may free pages without preemption.
+                if self._in_flight:
+                    return False
                 self._preempt(next(reversed(self._running)))
             if slot in self._running:
                 request = self._running[slot]
@@ -157,6 +180,7 @@ class Scheduler:
                 self.table_version += 1
                 request.pages.append(page)
                 self._covered[slot] += self._page_size
+        return True
 
     def _preempt(self, slot: int) -> None:
         request = self._release(slot)
@@ -170,6 +194,8 @@ class Scheduler:
 
     def _release(self, slot: int) -> Request:
         request = self._running.pop(slot)
+        self._active[slot] = False
+        self._tenancy[slot] += 1
         request.tokens, request.logprobs = self._transcript.read(slot)
         self._allocator.deallocate(request.pages)
         request.slot, request.pages = None, []

@@ -1,0 +1,80 @@
+"""Attention on a GPU: PyTorch's variable-length flash kernel over packed prompts, our own over pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liveroll.attention.layout import PackedLayout, PagedLayout
+from liveroll.attention.reference import ReferenceAttention
+from liveroll.kernels.paged_attention import paged_attention
+from liveroll.model.geometry import AttentionTraits
+from liveroll.model.versions import varlen_attention
+
+
+class GpuAttention:
+    """An `AttentionBackend` of kernels; a form that has none for some layer is the reference's."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceAttention()
+
+    def packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.packed`."""
+        if not serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None):
+            return self._reference.packed(query, key, value, layout, traits, sinks)
+        longest = layout.longest
+        varlen = varlen_attention(grouped=query.shape[1] != key.shape[1])
+        output: Tensor = varlen(
+            query,
+            key,
+            value,
+            layout.starts,
+            layout.starts,
+            longest,
+            longest,
+            scale=traits.scale,
+            # The kernel counts the keys to the left of a token, the model the token too.
+            window_size=(-1 if traits.window is None else traits.window - 1, 0),
+        )
+        return output
+
+    def paged(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layout: PagedLayout,
+        traits: AttentionTraits,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.paged`."""
+        return paged_attention(
+            query,
+            keys,
+            values,
+            layout.block_table,
+            layout.lengths,
+            longest=layout.longest,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
+            sinks=sinks,
+        )
+
+
+def serves_packed(dtype: torch.dtype, key_dim: int, value_dim: int, traits: AttentionTraits, sinks: bool) -> bool:
+    """Whether PyTorch's kernel does exactly what a layer asks for.
+
+    Flash attention takes fp16 and bf16 with equal head dimensions up to 256, and PyTorch's binding of it has neither
+    sinks nor a soft-cap.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    return half and key_dim == value_dim <= 256 and key_dim % 8 == 0 and traits.softcap is None and not sinks

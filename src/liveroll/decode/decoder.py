@@ -1,0 +1,262 @@
+"""Decode steps on the device, captured once and replayed for as long as what they depend on stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from liveroll.attention.backend import AttentionBackend, choose_backend
+from liveroll.config import RolloutConfig
+from liveroll.decode.capture import choose_capture
+from liveroll.decode.failure import describe_failure
+from liveroll.decode.graphs import GraphStore
+from liveroll.decode.sampler import Variant
+from liveroll.decode.state import RowState
+from liveroll.decode.step import decode
+from liveroll.decode.upload import upload
+from liveroll.distributed.agreement import any_rank
+from liveroll.errors import CaptureError
+from liveroll.kv.budget import check_fits
+from liveroll.kv.pool import StoragePool
+from liveroll.kv.storage import PagedStorage, bytes_per_token
+from liveroll.model.forward import ModelForward
+from liveroll.model.geometry import ModelShape
+from liveroll.model.hooks import needed_hooks, without_hooks
+from liveroll.model.signature import Signature
+from liveroll.planning.capacity import round_capacity
+from liveroll.planning.ladder import ladder, rung_for
+
+logger = logging.getLogger("liveroll")
+
+_LEAST_STOPS = 8
+
+
+class Decoder:
+    """Owns what decoding keeps from call to call: KV pages, the running batch, and the captured steps.
+
+    Args:
+        model: the model.
+        config: the engine's.
+        tp_group: the ranks that hold shards of the model and capture together, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RolloutConfig, tp_group: ProcessGroup | None) -> None:
+        self._model = model
+        self._config = config
+        self._tp_group = tp_group
+        self._forward = ModelForward(model)
+        self._pool = StoragePool(config)
+        self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
+        self._signature: Signature | None = None
+        self._state: RowState | None = None
+        self._backend: AttentionBackend | None = None
+        self._rungs = ladder(config.max_slots)
+        self._rows = np.empty(0, np.int64)
+        self._rows_on_device: Tensor | None = None
+        self._report: Tensor | None = None
+        self._longest = 0
+        self.eager_reason: str | None = "RolloutConfig.capture is False" if config.capture is False else None
+
+    @property
+    def storage(self) -> PagedStorage:
+        """The KV pages; there are some after `prepare`."""
+        assert self._pool.storage is not None
+        return self._pool.storage
+
+    @property
+    def state(self) -> RowState:
+        """The running batch; there is one after `prepare`."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """Attention for the model's layers; chosen by `prepare`."""
+        assert self._backend is not None
+        return self._backend
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV pages held."""
+        return self._pool.bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the running batch and of the steps' inputs and outputs."""
+        tensors = [tensor.nbytes for tensor in (self._rows_on_device, self._report) if tensor is not None]
+        return sum(tensors) + (0 if self._state is None else self._state.bytes)
+
+    def prepare(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        modules: Sequence[nn.Module],
+        *,
+        longest: int,
+        stops: int,
+        variant: Variant,
+    ) -> None:
+        """Make ready for a call: keep everything if what it depends on has not changed, else begin anew.
+
+        Args:
+            shape: the model's layers.
+            dtype: dtype of keys and values.
+            modules: all modules of the model.
+            longest: keys and values that the longest row of the call comes to hold.
+            stops: most stop tokens of a row.
+            variant: how much of sampling the call runs.
+
+        Raises:
+            KVMemoryError: the memory allowed cannot hold the longest row.
+            CaptureError: `capture` is True and the model's step cannot be captured.
+        """
+        self.wake()
+        room = self._room(longest, stops)
+        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
+        settings["autocast"] = torch.is_autocast_enabled(self._model.device.type)
+        new = Signature.of(modules, settings)
+        # Until all is ready again nothing counts as captured, should anything below fail.
+        old, self._signature = self._signature, None
+        difference = "the first call" if old is None else old.difference(new, self._model)
+        if any_rank(difference is not None, self._tp_group, self._model.device):
+            reason = difference or "another rank of the tensor-parallel group had to capture again"
+            self._begin_anew(shape, dtype, longest, room, reason)
+        check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
+        if variant is Variant.FULL:
+            self.state.keep_histories()
+        self._rows = np.empty(0, np.int64)
+        self._signature = new
+
+    def launch(self, slots: np.ndarray, longest: int, variant: Variant) -> Tensor:
+        """Run one decode step.
+
+        Args:
+            slots: int64 slots of the running rows.
+            longest: keys of the longest of them.
+            variant: how much of sampling to run.
+
+        Returns:
+            `[3, B]` int32, the report of each slot; overwritten by the next step.
+
+        Raises:
+            CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
+        """
+        rung = rung_for(len(slots), self._rungs)
+        # Two variants are captured at most: a greedy row is a case of the plain one.
+        key = (rung, variant if variant is Variant.FULL else Variant.PLAIN)
+        if self.eager_reason is None and not self.graphs.holds(key):
+            self._capture(*key)
+        if self.eager_reason is not None:
+            rows = upload(slots, self._model.device)
+            return decode(self._forward, self.state, rows, self.storage, self.backend, longest, variant)
+        self._longest = longest
+        self._load_rows(slots, rung)
+        self.graphs.replay(key)
+        assert self._report is not None
+        return self._report[:, : len(slots)]
+
+    def release(self) -> None:
+        """Free the KV pages, the captured steps and the running batch; the next call makes them again."""
+        self._signature = None
+        self.graphs.drop(None)
+        self._state = self._backend = self._rows_on_device = self._report = None
+        self._pool.release()
+
+    def sleep(self) -> bool:
+        """Give the KV memory back and keep the captured steps; where that cannot be, release all and return False."""
+        if self._pool.sleep():
+            return True
+        self.release()
+        return False
+
+    def wake(self) -> None:
+        """Take the KV memory again after `sleep`; the next call does so itself."""
+        self._pool.wake()
+
+    def _begin_anew(
+        self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
+    ) -> None:
+        self._check_hooks()
+        device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
+        width = -(-room["tokens a row"] // size)
+        pages = min(slots * width, self._pool.allowed(shape, dtype, device))
+        check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
+        if self.graphs.captures:
+            self.graphs.drop(reason)
+            logger.info("capturing again: %s", reason)
+        self.release()
+        self._pool.provide(shape, dtype, device, pages)
+        self._state = RowState(
+            slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
+        )
+        self._backend = choose_backend(device)
+        self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
+        self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
+
+    def _capture(self, rung: int, variant: Variant) -> None:
+        self._load_rows(np.empty(0, np.int64), rung)
+        self._longest = 1
+        try:
+            self.graphs.capture((rung, variant), self._make_step(rung, variant))
+        except Exception as error:
+            place = describe_failure(error, self._model)
+            if self._config.capture is True:
+                raise CaptureError(
+                    f"the decode step cannot be captured, because of {place}; set capture='auto' to run it eagerly"
+                ) from error
+            self.eager_reason = f"the decode step cannot be captured, because of {place}"
+            logger.warning("decoding eagerly: %s", self.eager_reason)
+
+    def _make_step(self, rung: int, variant: Variant) -> Callable[[], None]:
+        forward, state, storage, backend = self._forward, self.state, self.storage, self.backend
+        rows, report = self._rows_on_device, self._report
+        assert rows is not None
+        assert report is not None
+        # A graph has the bound of the rows' keys baked in, so it must hold for all of them; a step that is run again
+        # by the host reads the bound of now.
+        baked = self._model.device.type == "cuda"
+        capacity = state.block_table.shape[1] * storage.page_size
+
+        def step() -> None:
+            longest = capacity if baked else self._longest
+            with without_hooks(self._model):
+                report[:, :rung] = decode(forward, state, rows[:rung], storage, backend, longest, variant)
+
+        return step
+
+    def _load_rows(self, slots: np.ndarray, rung: int) -> None:
+        """Put slots into the steps' input, and the inert one behind them."""
+        rows = np.full(rung, self.state.inert, np.int64)
+        rows[: len(slots)] = slots
+        if not np.array_equal(rows, self._rows):
+            assert self._rows_on_device is not None
+            self._rows_on_device[:rung] = upload(rows, self._model.device)
+            self._rows = rows
+
+    def _check_hooks(self) -> None:
+        if self._config.capture is not False:
+            needed = needed_hooks(self._model)
+            if needed and self._config.capture is True:
+                raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
+            self.eager_reason = needed or self.eager_reason
+
+    def _room(self, longest: int, stops: int) -> dict[str, int]:
+        """Room for tokens and stop tokens in a row: what there is, as long as it is enough."""
+        tokens = self._config.max_length or round_capacity(longest)
+        width = _LEAST_STOPS
+        if self._state is not None:
+            tokens = max(tokens, self._state.block_table.shape[1] * self._config.page_size)
+            width = self._state.stops.shape[1]
+        size = self._config.page_size
+        return {"tokens a row": -(-tokens // size) * size, "stop tokens a row": max(width, stops)}
+
+
+def _mode(modules: Sequence[nn.Module]) -> str:
+    flags = [module.training for module in modules]
+    return "train" if all(flags) else f"mixed ({hash(tuple(flags))})" if any(flags) else "eval"

@@ -1,0 +1,54 @@
+"""One decode step over static tensors: what is captured, and what runs where nothing is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liveroll.attention import interface
+from liveroll.attention.backend import AttentionBackend
+from liveroll.attention.calls import PagedCall
+from liveroll.attention.layout import PagedLayout
+from liveroll.decode.advance import advance
+from liveroll.decode.sampler import Variant
+from liveroll.decode.state import Column, RowState
+from liveroll.kv.cache import PagedCache
+from liveroll.kv.storage import PagedStorage
+from liveroll.model.forward import ModelForward
+
+
+def decode(
+    forward: ModelForward,
+    state: RowState,
+    slots: Tensor,
+    storage: PagedStorage,
+    backend: AttentionBackend,
+    longest: int,
+    variant: Variant,
+) -> Tensor:
+    """Feed the last token of each slot, sample its next one, and move it on.
+
+    Args:
+        forward: the model.
+        state: the running batch.
+        slots: `[B]` int64.
+        storage: the KV pages.
+        backend: attention over them.
+        longest: an upper bound of the rows' keys; the only value from the host.
+        variant: how much of sampling to run.
+
+    Returns:
+        The report of `advance`, `[3, B]` int32.
+    """
+    numbers = state.numbers[slots]
+    position = numbers[:, Column.POSITION]
+    table = state.block_table[slots]
+    # A frozen row may stand behind its last page; like all that do not run, it writes to the scratch page.
+    page = (position // storage.page_size).clamp(max=table.shape[1] - 1)
+    live = numbers[:, Column.REMAINING] > 0
+    index = table.gather(1, page[:, None])[:, 0].long() * storage.page_size + position % storage.page_size
+    index = torch.where(live, index, 0)
+    layout = PagedLayout(table, torch.where(live, position + 1, 1), longest)
+    with interface.bound(PagedCall(backend, storage, layout)):
+        logits = forward(numbers[:, :1], position[:, None], PagedCache(storage, index))
+    return advance(state, slots, logits[:, -1], variant)

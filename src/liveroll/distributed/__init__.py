@@ -1,0 +1,1 @@
+"""What ranks of one job agree on."""

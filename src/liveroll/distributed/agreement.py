@@ -1,0 +1,21 @@
+"""Decisions that all ranks of a group take together."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed as dist
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the flag is set on any rank of a group: one all-reduce MAX. Without a group, the flag itself.
+
+    Args:
+        flag: this rank's.
+        group: the ranks that decide together, or None.
+        device: where the group's backend reduces.
+    """
+    if group is None:
+        return flag
+    votes = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    return bool(votes.item())

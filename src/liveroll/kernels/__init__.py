@@ -1,0 +1,1 @@
+"""Triton kernels, each held to its torch reference."""

@@ -1,0 +1,71 @@
+"""What a captured decode step depends on, besides the values of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_ASPECTS = ("address", "shape", "strides", "dtype", "device")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Facts that a captured step has baked in.
+
+    Attributes:
+        tensors: address, shape, strides, dtype and device of every parameter and buffer, in the order of a walk.
+        settings: everything else, by name.
+    """
+
+    tensors: tuple[tuple[Any, ...] | None, ...]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], settings: Mapping[str, Any]) -> Signature:
+        """The signature of a model as it is now.
+
+        Called once a rollout, for models of a thousand modules and tensors in under a millisecond.
+
+        Args:
+            modules: all modules of the model, in the order of `nn.Module.modules`.
+            settings: everything but tensors that a captured step depends on.
+        """
+        return cls(tuple(_facts(modules)), settings)
+
+    def difference(self, new: Signature, model: nn.Module) -> str | None:
+        """What changed from this signature to a new one of the same model, in words; None where nothing did."""
+        for name, value in new.settings.items():
+            if self.settings.get(name) != value:
+                return f"{name} changed from {self.settings.get(name)} to {value}"
+        if self.tensors == new.tensors:
+            return None
+        names = list(_names(model))
+        if len(self.tensors) != len(new.tensors):
+            return f"the model has {len(new.tensors)} parameters and buffers and had {len(self.tensors)}"
+        for name, old, now in zip(names, self.tensors, new.tensors, strict=True):
+            if old != now:
+                if old is None or now is None:
+                    return f"{name} was {'set' if old is None else 'removed'}"
+                index = next(i for i, (a, b) in enumerate(zip(old, now, strict=True)) if a != b)
+                return f"{name} changed its {_ASPECTS[index]} from {old[index]} to {now[index]}"
+        return None
+
+
+def _facts(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...] | None]:
+    # `named_parameters` and `named_buffers` walk the modules once each and build every name: too slow for each call.
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values():
+                if tensor is None:
+                    yield None
+                else:
+                    yield tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            yield f"{path}.{name}" if path else name

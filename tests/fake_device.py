@@ -1,0 +1,162 @@
+"""A device without a model: it samples known tokens and checks where every key and value is put."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+from liveroll.scheduling.pages import SCRATCH_PAGE
+from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult
+from liveroll.scheduling.request import Request
+from liveroll.scheduling.scheduler import Scheduler
+from liveroll.types import FinishReason, ResolvedSampling
+
+LETTERS = "abcdefgh"
+VOCAB = len(LETTERS)
+
+
+def make_request(
+    row: int, prompt: int, budget: int, *, stop_token_ids: tuple[int, ...] = (), stop: tuple[str, ...] = ()
+) -> Request:
+    """Make a greedy request with a prompt of `prompt` tokens and at most `budget` new ones."""
+    sampling = ResolvedSampling(
+        max_new_tokens=budget,
+        min_new_tokens=0,
+        n=1,
+        do_sample=False,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        stop_token_ids=stop_token_ids,
+        stop=stop,
+        seed=None,
+        logprobs=True,
+        pad_token_id=0,
+    )
+    tokens = np.array([token_at(row, position) for position in range(prompt)], np.int64)
+    return Request(row, row, 0, tokens, (), sampling, (row, 0))
+
+
+def token_at(row: int, position: int) -> int:
+    """The token that stands at a position of a request, known from the beginning."""
+    return crc32(f"token {row} {position}".encode()) % VOCAB
+
+
+def logprob_at(row: int, position: int) -> np.float32:
+    return np.float32(-(crc32(f"logprob {row} {position}".encode()) % 999) / 100)
+
+
+def search_stop(request: Request, tokens: np.ndarray) -> str | None:
+    """The stop string of a request that begins first in its response, one letter a token."""
+    text = "".join(LETTERS[token] for token in tokens)
+    found = [(text.index(string), string) for string in request.sampling.stop if string in text]
+    return min(found)[1] if found else None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a request must come to, however it is scheduled."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    stop: int | str | None
+
+    @classmethod
+    def reached(cls, request: Request) -> Ending:
+        """What a finished request has come to."""
+        assert request.finish_reason is not None
+        return cls(request.tokens.tolist(), request.logprobs.tolist(), request.finish_reason, request.stop)
+
+
+def ending_of(request: Request) -> Ending:
+    """What a request must come to, found by reading its known tokens one by one."""
+    sampling, start = request.sampling, len(request.prompt)
+    tokens: list[int] = []
+    reason: FinishReason | None = None
+    stop: int | str | None = None
+    while reason is None:
+        tokens.append(token_at(request.row, start + len(tokens)))
+        if found := search_stop(request, np.array(tokens)):
+            reason, stop = "stop", found
+        elif tokens[-1] in sampling.stop_token_ids:
+            reason, stop = "stop", tokens[-1]
+        elif len(tokens) == sampling.max_new_tokens:
+            reason = "length"
+    logprobs = [float(logprob_at(request.row, start + index)) for index in range(len(tokens))]
+    return Ending(tokens, logprobs, reason, stop)
+
+
+@dataclass
+class _Row:
+    request: Request
+    position: int
+    remaining: int
+
+
+class FakeDevice:
+    """Carries out step plans in the order they are launched, with a dictionary in place of KV storage.
+
+    Args:
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._written: dict[tuple[int, int], tuple[int, int]] = {}
+        self._rows: dict[int, _Row] = {}
+        self._table = np.empty((0, 0), np.int32)
+        self._version: int | None = None
+
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
+        """Carry out a plan; raises AssertionError where a row would read or write what is not its own."""
+        if self._version != scheduler.table_version:
+            self._table, self._version = scheduler.block_table.copy(), scheduler.table_version
+        if isinstance(plan, PrefillStep):
+            return self._report([self._prefill(request) for request in plan.admitted])
+        return self._report([self._decode(int(slot), plan) for slot in plan.slots])
+
+    def _prefill(self, request: Request) -> tuple[int, Outcome, np.float32]:
+        assert request.slot is not None
+        context, start = request.context.tolist(), len(request.prompt)
+        assert context == [token_at(request.row, position) for position in range(len(context))]
+        assert request.logprobs.tolist() == [logprob_at(request.row, p) for p in range(start, len(context))]
+        for position in range(len(context)):
+            self._write(request.pages[position // self._page_size], request, position)
+        remaining = request.sampling.max_new_tokens - len(request.tokens)
+        row = self._rows[request.slot] = _Row(request, len(context) - 1, remaining)
+        return self._advance(row)
+
+    def _decode(self, slot: int, plan: DecodeStep) -> tuple[int, Outcome, np.float32]:
+        row = self._rows[slot]
+        if row.remaining == 0:
+            return -1, Outcome.IDLE, np.float32("nan")
+        pages = self._table[slot]
+        self._write(pages[row.position // self._page_size], row.request, row.position)
+        for position in range(row.position + 1):
+            place = (int(pages[position // self._page_size]), position % self._page_size)
+            assert self._written[place] == (row.request.row, position), "a row attends to what is not its own"
+        assert row.position < plan.longest
+        return self._advance(row)
+
+    def _advance(self, row: _Row) -> tuple[int, Outcome, np.float32]:
+        row.position += 1
+        row.remaining -= 1
+        token = token_at(row.request.row, row.position)
+        outcome = Outcome.RUNNING if row.remaining else Outcome.SPENT
+        if token in row.request.sampling.stop_token_ids:
+            row.remaining, outcome = 0, Outcome.STOPPED
+        return token, outcome, logprob_at(row.request.row, row.position)
+
+    def _write(self, page: int, request: Request, position: int) -> None:
+        assert page != SCRATCH_PAGE, "a running row writes to the scratch page"
+        self._written[int(page), position % self._page_size] = (request.row, position)
+
+    @staticmethod
+    def _report(rows: list[tuple[int, Outcome, np.float32]]) -> StepResult:
+        tokens, outcomes, logprobs = zip(*rows, strict=True)
+        return StepResult(np.array(tokens, np.int64), np.array(outcomes), np.array(logprobs, np.float32))
