@@ -41,6 +41,8 @@ def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts
     """
     if isinstance(sampling, SamplingConfig):
         return [sampling] * prompts
+    if not isinstance(sampling, Sequence):
+        raise ConfigError(f"sampling must be a SamplingConfig or a list of them, not a {type(sampling).__name__}")
     given = list(sampling)
     if len(given) != prompts:
         raise ConfigError(f"{len(given)} SamplingConfigs were given for {prompts} prompts; give one, or one each")

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, Literal, TypeVar, get_args
 
 from liveroll.errors import ConfigError
 
 PrefillRoute = Literal["packed", "equal_width", "per_prompt", "ordinary"]
 Fallback = Literal["error", "generate"]
 
+Config = TypeVar("Config")
 
+
+def _naming_unknown_options(cls: type[Config]) -> type[Config]:
+    """Let a dataclass answer an option that it does not have with the ones that it has."""
+    create: Callable[..., None] = cls.__init__
+
+    @functools.wraps(create)
+    def init(self: Config, *args: Any, **options: Any) -> None:
+        known = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                meant = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
+                raise ConfigError(f"{cls.__name__} has no option {name}; {hint}")
+        create(self, *args, **options)
+
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_naming_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How a `RolloutEngine` runs.
@@ -84,6 +109,7 @@ class RolloutConfig:
             raise ConfigError(f"{' and '.join(given)} all set the KV memory; give one of them")
 
 
+@_naming_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """What to generate for a prompt.
@@ -145,12 +171,35 @@ class SamplingConfig:
             raise ConfigError(f"min_new_tokens={low} is more than max_new_tokens={high}")
 
 
+def check_config(config: Any) -> RolloutConfig:
+    """The configuration given to an engine, or the default where it is None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is not None and not isinstance(config, RolloutConfig):
+        raise ConfigError(f"config must be a RolloutConfig, not a {type(config).__name__}")
+    return config or RolloutConfig()
+
+
 def _owner(config: Any, name: str) -> str:
     return f"{type(config).__name__}.{name}"
 
 
+def _plain(value: Any) -> Any:
+    """The Python number in a NumPy scalar; anything else as it is."""
+    return value.item() if isinstance(value, Real) and hasattr(value, "item") else value
+
+
+def _settle(config: Any, name: str) -> Any:
+    """Keep a field as a plain Python number, and return it."""
+    value = _plain(getattr(config, name))
+    object.__setattr__(config, name, value)
+    return value
+
+
 def _whole(config: Any, name: str, *, low: int, optional: bool = False) -> None:
-    value = getattr(config, name)
+    value = _settle(config, name)
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -168,7 +217,7 @@ def _number(
     low_open: bool = False,
     optional: bool = False,
 ) -> None:
-    value = getattr(config, name)
+    value = _settle(config, name)
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -198,7 +247,7 @@ def _tuple_of(config: Any, name: str, kind: type) -> tuple[Any, ...]:
     value = getattr(config, name)
     if isinstance(value, kind) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{_owner(config, name)} must be a sequence of {kind.__name__}, not {value!r}")
-    items = tuple(value)
+    items = tuple(_plain(item) for item in value)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, kind) or (isinstance(item, int) and item < 0):
             raise ConfigError(f"{_owner(config, name)} holds {item!r}; every entry must be a {kind.__name__}")

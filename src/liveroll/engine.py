@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.call import Call, make_call, spread_sampling
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig, SamplingConfig, check_config
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
@@ -28,7 +28,7 @@ from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
 from liveroll.prefill.runner import PrefillRunner
 from liveroll.progress import completion_progress
-from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
+from liveroll.prompts import PromptBatch, Prompts, check_tokenizer, padding_token, read_prompts
 from liveroll.results import make_batch, make_completion
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.plan import Wait
@@ -54,6 +54,7 @@ class RolloutEngine:
         tp_group: the ranks that hold shards of this model, if it is tensor-parallel: they capture together.
 
     Raises:
+        ConfigError: `config` or `tokenizer` is something else.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
     """
 
@@ -65,8 +66,8 @@ class RolloutEngine:
         *,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        self.config = RolloutConfig() if config is None else config
-        self.tokenizer = tokenizer
+        self.config = check_config(config)
+        self.tokenizer = check_tokenizer(tokenizer)
         self._model: PreTrainedModel = unwrap(model)
         self._refusal: UnsupportedModelError | None = None
         try:
@@ -275,19 +276,23 @@ class RolloutEngine:
         pad = padding_token(self._model, self.tokenizer)
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         resolved = self._resolver.resolve(settings, prompts, pad)
-        return make_call(
+        call = make_call(
             prompts,
             resolved,
             config=self.config,
             max_positions=limit,
-            seed=self._next_seed(),
+            seed=call_seed(self.config.seed, self._calls + 1),
             tokenizer=self.tokenizer,
         )
+        self._calls += 1  # a refused call does not count
+        return call
 
     def _probe(self) -> tuple[ModelShape, torch.dtype]:
-        """The model's shape, read again only when its device, dtype or autocast changes."""
+        """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
         first = next(self._model.parameters())
-        key = (first.device, first.dtype, torch.is_autocast_enabled(first.device.type))
+        device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
+        modules = tuple(map(id, self._guard.modules))
+        key = (device, first.dtype, vocabulary, self._guard.own, torch.is_autocast_enabled(device.type), modules)
         if self._probed is None or self._probed[0] != key:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)

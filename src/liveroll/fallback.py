@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call
 from liveroll.config import SamplingConfig
+from liveroll.errors import PromptError
 from liveroll.model.generation import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.scheduling.request import Request
@@ -23,6 +24,8 @@ def run_fallback(
 ) -> Call:
     """Generate with `model.generate`'s own configuration and sampler, which know no log-probabilities or streams.
 
+    A greedy prompt of several samples is generated once and copied, as the engine does it.
+
     Args:
         model: in rollout mode, with its own attention.
         prompts: the prompts.
@@ -32,15 +35,24 @@ def run_fallback(
 
     Returns:
         A call whose requests have all finished, and whose resolved settings are empty: they stayed with `generate`.
+
+    Raises:
+        ConfigError: there are stop strings and no tokenizer.
+        PromptError: a prompt and its budget are longer than the model allows.
     """
     pad = padding_token(model, tokenizer)
+    placeholders = [_placeholder(model, settings, pad) for settings in sampling]
+    searching = StopStrings(tokenizer) if any(settings.stop for settings in placeholders) else None
+    _check_lengths(model, prompts, placeholders)
     rows: dict[int, list[Request]] = {}
     for settings in dict.fromkeys(sampling):
         chosen = [index for index, entry in enumerate(sampling) if entry == settings]
         torch.manual_seed(seed if settings.seed is None else settings.seed)
         arguments = generate_kwargs(settings)
-        if settings.stop:
+        if searching is not None:
             arguments["tokenizer"] = tokenizer
+        if _is_plain_greedy(model, arguments):
+            arguments["num_return_sequences"] = 1
         output = model.generate(
             prompts.input_ids[chosen].to(model.device),
             attention_mask=prompts.attention_mask[chosen].to(model.device),
@@ -48,10 +60,11 @@ def run_fallback(
         )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         responses = sequences[:, prompts.width :].cpu().numpy()
+        responses = responses.repeat(len(chosen) * settings.n // len(responses), axis=0)
         for place, index in enumerate(chosen):
             samples = responses[place * settings.n : (place + 1) * settings.n]
             rows[index] = [
-                _finished(prompts, index, sample, tokens, settings, _stop_tokens(model, settings), pad, tokenizer)
+                _finished(prompts, index, sample, tokens, placeholders[index], searching)
                 for sample, tokens in enumerate(samples)
             ]
     requests = [request for index in sorted(rows) for request in rows[index]]
@@ -60,11 +73,20 @@ def run_fallback(
     return Call(prompts, (), tuple(requests), None)
 
 
-def _stop_tokens(model: PreTrainedModel, settings: SamplingConfig) -> tuple[int, ...]:
-    if settings.stop_token_ids is not None:
-        return settings.stop_token_ids
-    eos = model.generation_config.eos_token_id
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+def _is_plain_greedy(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+    """Whether `generate` takes the most likely token, so that it refuses to return several samples."""
+    own = model.generation_config
+    return not arguments.get("do_sample", own.do_sample) and own.num_beams in (None, 1)
+
+
+def _check_lengths(model: PreTrainedModel, prompts: PromptBatch, settings: Sequence[ResolvedSampling]) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for index, (prompt, entry) in enumerate(zip(prompts.prompts, settings, strict=True)):
+        if limit is not None and len(prompt) + entry.max_new_tokens > limit:
+            raise PromptError(
+                f"prompt {index} has {len(prompt)} tokens and max_new_tokens is {entry.max_new_tokens}, and the "
+                f"model's max_position_embeddings is {limit}; shorten the prompt or lower max_new_tokens"
+            )
 
 
 def _finished(
@@ -72,10 +94,8 @@ def _finished(
     index: int,
     sample: int,
     tokens: np.ndarray,
-    settings: SamplingConfig,
-    stop_tokens: tuple[int, ...],
-    pad: int,
-    tokenizer: Any,
+    settings: ResolvedSampling,
+    searching: StopStrings | None,
 ) -> Request:
     """A request that ended where `generate` ended its row: at the first stop token or string, or at the width."""
     request = Request(
@@ -84,25 +104,27 @@ def _finished(
         sample_index=sample,
         prompt=prompts.prompts[index],
         padding_ids=prompts.padding_ids[index],
-        sampling=_placeholder(settings, stop_tokens, pad, len(tokens)),
+        sampling=settings,
         stream=(0, 0),
     )
-    ends = np.flatnonzero(np.isin(tokens, stop_tokens))
+    ends = np.flatnonzero(np.isin(tokens, settings.stop_token_ids))
     request.tokens = tokens[: ends[0] + 1] if len(ends) else tokens
     request.finish_reason, request.stop = ("stop", int(request.tokens[-1])) if len(ends) else ("length", None)
-    if settings.stop:
-        search = StopStrings(tokenizer).search
+    if searching is not None and settings.stop:
         for end in range(1, len(request.tokens) + 1):
-            if found := search(request, request.tokens[:end]):
+            if found := searching.search(request, request.tokens[:end]):
                 request.tokens, request.finish_reason, request.stop = request.tokens[:end], "stop", found
                 break
     return request
 
 
-def _placeholder(settings: SamplingConfig, stop: tuple[int, ...], pad: int, budget: int) -> ResolvedSampling:
-    """What a request must carry to be reported; the settings that ran are `generate`'s own."""
+def _placeholder(model: PreTrainedModel, settings: SamplingConfig, pad: int) -> ResolvedSampling:
+    """What a request must carry to be checked and reported; the settings that run are `generate`'s own."""
+    own = model.generation_config
+    eos, strings = own.eos_token_id, own.stop_strings or ()
+    ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     return ResolvedSampling(
-        max_new_tokens=budget,
+        max_new_tokens=settings.max_new_tokens or own.max_new_tokens or 0,
         min_new_tokens=0,
         n=settings.n,
         do_sample=False,
@@ -111,8 +133,8 @@ def _placeholder(settings: SamplingConfig, stop: tuple[int, ...], pad: int, budg
         top_p=1.0,
         min_p=0.0,
         repetition_penalty=1.0,
-        stop_token_ids=stop,
-        stop=tuple(settings.stop),
+        stop_token_ids=ends if settings.stop_token_ids is None else settings.stop_token_ids,
+        stop=tuple(settings.stop) or ((strings,) if isinstance(strings, str) else tuple(strings)),
         seed=settings.seed,
         logprobs=False,
         pad_token_id=pad,

@@ -68,9 +68,11 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self._watched and self._search is not None:
-            tokens = torch.stack([report[0] for report in self._sampling.reports]).cpu().numpy().astype(np.int64)
+            reports = torch.stack([report[:2] for report in self._sampling.reports], dim=1).cpu().numpy()
+            tokens, outcomes = reports.astype(np.int64)
             for row, request in self._watched:
-                if request.stop is None and (found := self._search(request, tokens[:, row])):
+                live = outcomes[-1, row] != Outcome.IDLE
+                if live and (found := self._search(request, tokens[:, row])):
                     request.stop = found
                     self._state.numbers[row, Column.REMAINING] = 0
         return self._state.numbers[: self._state.slots, Column.REMAINING] <= 0

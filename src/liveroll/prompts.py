@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from liveroll.errors import PromptError
+from liveroll.errors import ConfigError, PromptError
 from liveroll.types import RolloutRequest
 
 Prompts = RolloutRequest | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]]
@@ -37,6 +37,17 @@ class PromptBatch:
     def width(self) -> int:
         """Tokens of the longest row of the padded batch."""
         return self.input_ids.shape[1]
+
+
+def check_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer given to an engine, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ConfigError(f"tokenizer must be a transformers tokenizer, not a {type(tokenizer).__name__}")
+    return tokenizer
 
 
 def padding_token(model: PreTrainedModel, tokenizer: Any) -> int:
@@ -73,15 +84,18 @@ def read_prompts(prompts: Prompts, *, tokenizer: Any, pad_token_id: int, vocab_s
         batch = _read_request(prompts)
     else:
         batch = _pad(_tokenize(prompts, tokenizer), pad_token_id)
-    for index, prompt in enumerate(batch.prompts):
+    for index, (prompt, padding) in enumerate(zip(batch.prompts, batch.padding_ids, strict=True)):
         if not len(prompt):
             raise PromptError(f"prompt {index} is empty; every prompt needs at least one token")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= vocab_size:
-            raise PromptError(
-                f"prompt {index} holds token id {low if low < 0 else high}, outside the vocabulary of {vocab_size}"
-            )
+        _check_vocabulary(prompt, vocab_size, f"prompt {index} holds token id")
+        _check_vocabulary(np.array(padding, np.int64), vocab_size, f"prompt {index} is padded with token id")
     return batch
+
+
+def _check_vocabulary(ids: np.ndarray, vocab_size: int, holds: str) -> None:
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        raise PromptError(f"{holds} {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
 
 
 def _tokenize(prompts: Any, tokenizer: Any) -> list[np.ndarray]:
@@ -96,9 +110,11 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
     if isinstance(prompt, str):
         ids = _need_tokenizer(tokenizer, index)(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(entry, dict) for entry in prompt):
-        ids = _need_tokenizer(tokenizer, index).apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
+        render = _need_tokenizer(tokenizer, index).apply_chat_template
+        try:
+            ids = render(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        except ValueError as error:
+            raise PromptError(f"the messages of prompt {index} cannot be laid out as text: {error}") from error
     elif isinstance(prompt, Tensor | np.ndarray):
         ids = prompt.tolist()
     else:
@@ -107,7 +123,10 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
         raise PromptError(
             f"prompt {index} must be a string, a list of token ids or a list of chat messages, not {_short(prompt)}"
         )
-    return np.array(ids, np.int64)
+    try:
+        return np.array(ids, np.int64)
+    except OverflowError:
+        raise PromptError(f"prompt {index} holds a token id that does not fit 64 bits") from None
 
 
 def _need_tokenizer(tokenizer: Any, index: int) -> Any:
@@ -141,6 +160,8 @@ def _read_request(request: RolloutRequest) -> PromptBatch:
         )
     if ids.device != mask.device:
         raise PromptError(f"prompt_ids are on {ids.device} and prompt_attention_mask on {mask.device}")
+    if ids.is_meta:
+        raise PromptError("prompt_ids are on the meta device and hold no values")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise PromptError(f"prompt_ids must be integers, not {ids.dtype}")
     if ids.numel() == 0:

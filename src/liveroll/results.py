@@ -40,7 +40,7 @@ def make_batch(
 ) -> RolloutBatch:
     """The batch of finished requests, tensors on `device`."""
     width = max(len(request.tokens) for request in requests)
-    source = torch.tensor([request.prompt_index for request in requests])
+    source = torch.from_numpy(np.array([request.prompt_index for request in requests]))
     ids = np.zeros((len(requests), width), np.int64)
     mask = np.zeros_like(ids)
     for request in requests:

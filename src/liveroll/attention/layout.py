@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,12 +29,11 @@ class PackedLayout:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """The layout of sequences of these lengths."""
-        counts = torch.tensor(lengths, dtype=torch.int64)
-        ends = counts.cumsum(0)
-        starts = torch.cat([ends.new_zeros(1), ends])
-        row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-        column = torch.arange(int(ends[-1])) - starts[row]
-        return cls(tuple(lengths), row.to(device), column.to(device), starts.to(torch.int32).to(device))
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        columns = np.arange(starts[-1]) - starts[rows]
+        row, column = torch.from_numpy(np.stack([rows, columns])).to(device)
+        return cls(tuple(lengths), row, column, torch.from_numpy(starts.astype(np.int32)).to(device))
 
     @property
     def longest(self) -> int:

@@ -52,13 +52,17 @@ class ReferenceAttention:
         rows, size = len(query), keys.shape[1]
         pages = layout.pages(size)
 
+        for window in (None, traits.window):
+            if window not in layout.masks:
+                position = torch.arange(len(pages) // rows * size, device=query.device)
+                layout.masks[window] = _causal(layout.lengths[:, None] - 1, position, window)[:, None]
+        beyond = ~layout.masks[None].view(rows, -1, 1, 1)
+
         def gather(stored: Tensor) -> Tensor:
-            return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:])
+            # What an earlier owner of a page left behind may be NaN or infinite, which no mask can hide.
+            return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:]).masked_fill_(beyond, 0)
 
         key, value = gather(keys), gather(values)
-        if traits.window not in layout.masks:
-            position = torch.arange(key.shape[1], device=query.device)
-            layout.masks[traits.window] = _causal(layout.lengths[:, None] - 1, position, traits.window)[:, None]
         return _attend(query[:, None], key, value, layout.masks[traits.window], traits, sinks)[:, 0]
 
 

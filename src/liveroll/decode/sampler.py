@@ -113,7 +113,7 @@ def penalise(scores: Tensor, seen: Tensor | None, penalty: Tensor) -> Tensor:
 
 def hold(scores: Tensor, stops: Tensor, held: Tensor) -> Tensor:
     """Exclude the stop tokens of rows that are still held."""
-    excluded = torch.where(held[:, None] & (stops >= 0), _NEVER, 0.0)
+    excluded = scores.new_zeros(stops.shape).masked_fill(held[:, None] & (stops >= 0), _NEVER)
     return scores.scatter_add(1, stops.clamp(min=0), excluded)
 
 

@@ -55,16 +55,16 @@ class PagedStorage:
         Args:
             layer: index of the layer.
             index: `[T]` int64, page × page_size + offset of each token.
-            key: `[T, kv_heads, key_dim]`.
-            value: `[T, kv_heads, value_dim]`.
+            key: `[T, kv_heads, key_dim]` of any dtype that the storage's holds without loss.
+            value: `[T, kv_heads, value_dim]`, likewise.
         """
         if key.is_cuda:
             from liveroll.kernels.kv_write import write_kv
 
             write_kv(key, value, self.keys[layer], self.values[layer], index)
             return
-        self.keys[layer].flatten(0, 1).index_copy_(0, index, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, index, value)
+        for stored, given in ((self.keys[layer], key), (self.values[layer], value)):
+            stored.flatten(0, 1).index_copy_(0, index, given.to(stored.dtype))
 
 
 def bytes_per_token(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,18 +43,29 @@ class ModelGuard:
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]
         device = self._model.device
+        gradients, random = torch.is_grad_enabled(), torch.get_rng_state()
+        device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+        def restore() -> None:
+            torch.set_grad_enabled(gradients)
+            torch.set_rng_state(random)
+            if device_random is not None:
+                torch.cuda.set_rng_state(device_random, device)
+            for module in flipped:
+                module.training = not wanted
+            for module in checkpointing:
+                module.gradient_checkpointing = True  # type: ignore[assignment]
+
         try:
             for module in flipped:
                 module.training = bool(wanted)
             for module in checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            # Tensors kept from a call in inference mode could not be written to by a call outside of it.
+            with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            for module in flipped:
-                module.training = not wanted
-            for module in checkpointing:
-                module.gradient_checkpointing = True  # type: ignore[assignment]
+            _in_full(restore)
 
     @contextmanager
     def our_attention(self) -> Iterator[None]:
@@ -72,8 +83,17 @@ class ModelGuard:
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
         before = self._attention.name
-        self._attention.set(name)
         try:
+            self._attention.set(name)
             yield
         finally:
-            self._attention.set(before)
+            _in_full(lambda: self._attention.set(before))
+
+
+def _in_full(restore: Callable[[], None]) -> None:
+    """Restore, and if an interrupt arrives meanwhile restore again before it goes on."""
+    try:
+        restore()
+    except KeyboardInterrupt:
+        restore()
+        raise

@@ -64,7 +64,7 @@ def probe(model: PreTrainedModel) -> tuple[ModelShape, torch.dtype]:
     Head counts are therefore those of this process under tensor parallelism.
 
     Returns:
-        The shape of the model and the dtype of its keys.
+        The shape of the model, and the dtype that holds its keys and values: under autocast they differ.
 
     Raises:
         UnsupportedModelError: a layer keeps state elsewhere than in the cache, or attends by other means.
@@ -85,4 +85,4 @@ def probe(model: PreTrainedModel) -> tuple[ModelShape, torch.dtype]:
         )
     limit = getattr(config, "max_position_embeddings", None)
     shape = ModelShape(tuple(call.specs[i] for i in sorted(expected)), logits.shape[-1], limit)
-    return shape, cache.given[0][0].dtype
+    return shape, torch.promote_types(*(tensor.dtype for tensor in cache.given[0]))
