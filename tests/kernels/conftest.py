@@ -1,12 +1,7 @@
 """Kernels run on the GPU where there is one, and in Triton's interpreter on the CPU where there is none."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton")
 
