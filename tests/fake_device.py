@@ -52,6 +52,7 @@ def logprob_at(row: int, position: int) -> np.float32:
 
 def search_stop(request: Request, tokens: np.ndarray) -> str | None:
     """The stop string of a request that begins first in its response, one letter a token."""
+    assert request.sampling.stop, "a request without stop strings was searched"
     text = "".join(LETTERS[token] for token in tokens)
     found = [(text.index(string), string) for string in request.sampling.stop if string in text]
     return min(found)[1] if found else None
@@ -81,7 +82,7 @@ def ending_of(request: Request) -> Ending:
     stop: int | str | None = None
     while reason is None:
         tokens.append(token_at(request.row, start + len(tokens)))
-        if found := search_stop(request, np.array(tokens)):
+        if sampling.stop and (found := search_stop(request, np.array(tokens))):
             reason, stop = "stop", found
         elif tokens[-1] in sampling.stop_token_ids:
             reason, stop = "stop", tokens[-1]

@@ -12,7 +12,7 @@ from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
-from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult, Wait
+from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.scheduler import REFILL_SHARE, Scheduler
 
@@ -294,6 +294,21 @@ def test_stop_strings_need_a_search():
     plan = scheduler.plan()
     with pytest.raises(ValueError, match="cannot search"):
         scheduler.commit(plan, FakeDevice(4).run(plan, scheduler))
+
+
+def test_the_token_of_an_idle_row_means_nothing():
+    """Guards against what a frozen row reports being taken for a part of its response."""
+    scheduler = Scheduler([make_request(0, 2, 3)], slots=1, allocator=PageAllocator(9), page_size=4)
+    device = FakeDevice(4)
+    for step in range(3):
+        plan = scheduler.plan()
+        result = device.run(plan, scheduler)
+        if step == 1:
+            idle = StepResult(np.array([-1]), np.array([Outcome.IDLE]), np.array([np.nan], np.float32))
+            assert scheduler.commit(plan, idle) == []
+        else:
+            finished = scheduler.commit(plan, result)
+    assert finished[0].tokens.tolist() == [token_at(0, 2), token_at(0, 4)]
 
 
 def test_a_plan_is_committed_once():
