@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from liveroll.call import Call, make_call, spread_sampling
-from liveroll.config import RolloutConfig, SamplingConfig, check_config
+from liveroll.call import Call
+from liveroll.config import RolloutConfig, check_config
 from liveroll.decode.decoder import Decoder
-from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
 from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
-from liveroll.model.capability import check_model, check_shape
-from liveroll.model.forward import ModelForward
-from liveroll.model.geometry import ModelShape
+from liveroll.intake import Intake, Sampling
+from liveroll.model.capability import check_model
 from liveroll.model.guard import ModelGuard
-from liveroll.model.probe import probe
-from liveroll.model.resolver import SettingsResolver
 from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
-from liveroll.prefill.runner import PrefillRunner
 from liveroll.progress import completion_progress
-from liveroll.prompts import PromptBatch, Prompts, check_tokenizer, padding_token, read_prompts
+from liveroll.prompts import Prompts, check_tokenizer
 from liveroll.results import make_batch, make_completion
-from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
-from liveroll.scheduling.scheduler import Scheduler
+from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
-from liveroll.streams import call_seed
 from liveroll.types import Completion, RolloutBatch, RolloutMemory
-
-Sampling = SamplingConfig | Sequence[SamplingConfig]
 
 
 class RolloutEngine:
@@ -76,11 +66,9 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        self._forward = ModelForward(self._model)
-        self._resolver = SettingsResolver(self._model)
+        self._intake = Intake(self._model, self.tokenizer, self.config)
         self._decoder = Decoder(self._model, self.config, tp_group)
-        self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
-        self._calls = 0
+        self._stage = Stage(self._model, self.config, self._guard, self._decoder)
         self._busy = False
 
     def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
@@ -100,11 +88,11 @@ class RolloutEngine:
         """
         stats = StatsRecorder()
         with self._exclusive():
-            batch, settings = self._read(prompts, sampling)
+            batch, settings = self._intake.read(prompts, sampling)
             try:
                 if self._refusal is not None:
                     raise self._refusal
-                call = self._open(batch, settings)
+                call = self._intake.open(batch, settings)
                 with (
                     self._rollout_mode(),
                     completion_progress(len(call.requests), self.config.progress) as tick,
@@ -114,7 +102,7 @@ class RolloutEngine:
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
                 self._allow_fallback(refusal)
                 with self._guard.rollout():
-                    call = run_fallback(self._model, batch, settings, self._next_seed(), self.tokenizer)
+                    call = run_fallback(self._model, batch, settings, self._intake.next_seed(), self.tokenizer)
                 stats.record_fallback(str(refusal))
             result = stats.finish(len(batch.prompts), call.requests, self._decoder.kv_bytes)
             return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
@@ -137,7 +125,7 @@ class RolloutEngine:
         with self._exclusive():
             if self._refusal is not None:
                 raise self._refusal
-            call = self._open(*self._read(prompts, sampling))
+            call = self._intake.open(*self._intake.read(prompts, sampling))
             steps = self._steps(call, StatsRecorder())
             while True:
                 with self._rollout_mode():
@@ -214,7 +202,7 @@ class RolloutEngine:
         if self.config.prefill_route == "ordinary":
             yield from self._ordinary_chunks(call, stats)
             return
-        scheduler, runner = self._stage(call, stats)
+        scheduler, runner = self._stage.set_up(call, stats)
         while (plan := scheduler.plan()) is not None:
             waiting = isinstance(plan, Wait)
             if not isinstance(plan, Wait):
@@ -229,75 +217,6 @@ class RolloutEngine:
             chunk = list(call.requests[start : start + self.config.max_slots])
             stats.record_chunk(run_ordinary(self._model, chunk, variant, search))
             yield chunk
-
-    def _stage(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
-        """A scheduler and a runner for one call."""
-        shape, dtype = self._probe()
-        variant = Variant.of(call.sampling)
-        self._decoder.prepare(
-            shape,
-            dtype,
-            self._guard.modules,
-            longest=max(request.longest for request in call.requests),
-            stops=max(len(settings.stop_token_ids) for settings in call.sampling),
-            variant=variant,
-        )
-        storage = self._decoder.storage
-        allocator = PageAllocator(storage.pages)
-        scheduler = Scheduler(
-            call.requests,
-            slots=min(self.config.max_slots, len(call.requests)),
-            allocator=allocator,
-            page_size=storage.page_size,
-            search_stop=None if call.stop_strings is None else call.stop_strings.search,
-        )
-        ahead = self.config.run_ahead
-        if ahead is None:
-            ahead = 2 if self._model.device.type == "cuda" else 0
-        runner = StepRunner(
-            decoder=self._decoder,
-            prefill=PrefillRunner(self._forward, self._guard, storage, self._decoder.backend),
-            scheduler=scheduler,
-            variant=variant,
-            route=self.config.prefill_route,
-            max_tokens=self.config.prefill_max_tokens,
-            run_ahead=ahead,
-        )
-        stats.watch(self.config.prefill_route, scheduler, allocator, runner, self._decoder)
-        return scheduler, runner
-
-    def _read(self, prompts: Prompts, sampling: Sampling | None) -> tuple[PromptBatch, list[SamplingConfig]]:
-        config = self._model.config.get_text_config()
-        pad = padding_token(self._model, self.tokenizer)
-        batch = read_prompts(prompts, tokenizer=self.tokenizer, pad_token_id=pad, vocab_size=config.vocab_size)
-        return batch, spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
-
-    def _open(self, prompts: PromptBatch, settings: list[SamplingConfig]) -> Call:
-        pad = padding_token(self._model, self.tokenizer)
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        resolved = self._resolver.resolve(settings, prompts, pad)
-        call = make_call(
-            prompts,
-            resolved,
-            config=self.config,
-            max_positions=limit,
-            seed=call_seed(self.config.seed, self._calls + 1),
-            tokenizer=self.tokenizer,
-        )
-        self._calls += 1  # a refused call does not count
-        return call
-
-    def _probe(self) -> tuple[ModelShape, torch.dtype]:
-        """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
-        first = next(self._model.parameters())
-        device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
-        modules = tuple(map(id, self._guard.modules))
-        key = (device, first.dtype, vocabulary, self._guard.own, torch.is_autocast_enabled(device.type), modules)
-        if self._probed is None or self._probed[0] != key:
-            shape, dtype = probe(self._model)
-            check_shape(shape, self._guard.own)
-            self._probed = (key, shape, dtype)
-        return self._probed[1:]
 
     @contextmanager
     def _rollout_mode(self) -> Iterator[None]:
@@ -317,10 +236,6 @@ class RolloutEngine:
             yield
         finally:
             self._busy = False
-
-    def _next_seed(self) -> int:
-        self._calls += 1
-        return call_seed(self.config.seed, self._calls)
 
     def _allow_fallback(self, refusal: UnsupportedModelError | UnsupportedGenerationError) -> None:
         """Raise a refusal again unless the call may go to `model.generate` instead."""
