@@ -106,6 +106,16 @@ def test_samples_of_a_prompt(route):
     assert tokens(engine(prefill_route=route).generate([one] * 6, settings)) == tokens(group)
 
 
+def test_a_larger_budget_keeps_the_first_tokens():
+    """Guards against draws that depend on how many tokens were asked for."""
+
+    def drawn(budget):
+        sampling = SamplingConfig(temperature=1.5, seed=3, n=2, max_new_tokens=budget)
+        return tokens(engine().generate(PROMPTS[:3], sampling))
+
+    assert [row[:6] for row in drawn(BUDGET)] == drawn(6)
+
+
 def test_seeds():
     """Guards against a seed that is ignored, calls that repeat one another, and calls that cannot be repeated."""
 

@@ -101,13 +101,12 @@ def test_the_history_is_prompt_padding_and_response():
 
 
 def test_position_of_the_noise_counts_prompt_and_response():
-    """Guards against draws that change when a row is prefilled again over its own response."""
-    setting = {"do_sample": True, "max_new_tokens": 9}
+    """Guards against draws that change with the budget, or when a row is prefilled again over its own response."""
     flat, slot = torch.zeros(1, VOCAB), torch.tensor([0])
-    first = state_of(request_at(0, [1, 2], **setting))
+    first = state_of(request_at(0, [1, 2], do_sample=True, max_new_tokens=9))
     drawn = [int(advance(first, slot, flat, Variant.PLAIN)[0, 0]) for _ in range(6)]
     for done in range(1, 5):
-        again = state_of(request_at(0, [1, 2], done=tuple(drawn[:done]), **setting))
+        again = state_of(request_at(0, [1, 2], done=tuple(drawn[:done]), do_sample=True, max_new_tokens=20))
         assert int(advance(again, slot, flat, Variant.PLAIN)[0, 0]) == drawn[done]
     assert len(set(drawn)) > 2
 

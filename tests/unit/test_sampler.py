@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_device import make_request
 from frequencies import assert_drawn_from
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor
 from warpers import warped_probs, warped_scores
@@ -145,10 +145,12 @@ def test_greedy_log_probabilities_count_the_penalty():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_are_processed_in_fp32(dtype):
+@pytest.mark.parametrize(
+    "setting", [{"sampled": False}, {"temperature": 0.9}, {"top_p": 0.95, "repetition_penalty": 1.1}], ids=str
+)
+def test_logits_are_processed_in_fp32(dtype, setting):
     """Guards against log-probabilities and filters in the model's own precision."""
-    request = request_with(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
-    logits = logits_of(6).to(dtype)
+    logits, request = logits_of(6).to(dtype), request_with(**setting)
     tokens, logprobs = draw(logits, request, 100)
     wide_tokens, wide_logprobs = draw(logits.float(), request, 100)
     assert tokens.equal(wide_tokens)
@@ -192,6 +194,7 @@ def test_missing_stop_tokens_hold_nothing():
 
 NUMBERS = st.integers(-6, 6).map(float) | st.floats(-30, 30, width=32)
 LISTS = st.lists(st.sampled_from([0.0, 1.0]) | NUMBERS, min_size=1, max_size=VOCAB)
+EQUAL = st.integers(1, VOCAB).map(lambda count: [0.0] * count)
 SHARES = st.integers(1, 20).map(lambda n: n / 20) | st.integers(1, 64).map(lambda n: n / 64) | st.floats(0.001, 1)
 
 
@@ -201,7 +204,11 @@ def same_scores(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @settings(steady, max_examples=600)
-@given(logits=LISTS, top_k=st.integers(0, VOCAB + 2), top_p=SHARES, min_p=st.just(0.0) | SHARES)
+@given(logits=LISTS | EQUAL, top_k=st.integers(0, VOCAB + 2), top_p=SHARES, min_p=st.just(0.0) | SHARES)
+@example([0.0] * 4, 0, 0.5, 0.0)  # the sum reaches p exactly
+@example([0.0] * 5, 0, 0.6, 0.0)  # 1 - p must be rounded once
+@example([0.0] * 3, 0, 1e-9, 0.0)  # 1 - p rounds to 1
+@example([1.0, 2.0, 2.0, 2.0, 3.0], 2, 1.0, 0.0)  # the k-th score is not alone
 def test_kept_tokens_are_those_of_transformers(logits, top_k, top_p, min_p):
     """Guards against another choice at the edge of a filter, where tokens are equally likely above all."""
     scores = torch.tensor(logits)

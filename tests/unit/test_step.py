@@ -1,0 +1,47 @@
+"""Where a decode step writes keys and values: its own next position, or the scratch page, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from fake_device import make_request
+from zoo import shared
+
+from liveroll.attention.reference import ReferenceAttention
+from liveroll.decode.sampler import Variant
+from liveroll.decode.state import Column, RowState
+from liveroll.decode.step import decode
+from liveroll.kv.storage import PagedStorage
+from liveroll.model.forward import ModelForward
+from liveroll.model.guard import ModelGuard
+from liveroll.model.probe import probe
+from liveroll.scheduling.plan import Outcome
+
+SIZE = 4
+CPU = torch.device("cpu")
+
+
+def test_only_running_rows_write_outside_the_scratch_page():
+    """Guards against a row that ended, perhaps behind its last page, and writes over what is not its own any more."""
+    model = shared("llama")
+    guard = ModelGuard(model, training=False)
+    with guard.rollout(), guard.our_attention():
+        shape, dtype = probe(model)
+        storage = PagedStorage(shape.layers, 6, SIZE, dtype, CPU)
+        state = RowState(3, table_width=2, stop_width=1, vocab_size=shape.vocab_size, device=CPU)
+        running, stopped, spent = (make_request(row, prompt, 9) for row, prompt in enumerate((6, 3, 4)))
+        for slot, request in enumerate((running, stopped, spent)):
+            request.slot = slot
+        state.admit([running, stopped, spent])
+        # Slot 0 has sampled its next token; slot 1 has stopped; slot 2 stands behind its last page.
+        state.numbers[:3, Column.POSITION] = torch.tensor([6, 3, 2 * SIZE])
+        state.numbers[1:3, Column.REMAINING] = 0
+        state.load_table(np.array([[3, 5], [1, 2], [4, 2]], np.int32))
+        before = [tensor.clone() for tensor in (*storage.keys, *storage.values)]
+        slots = torch.tensor([0, 1, 2, state.inert])
+        report = decode(ModelForward(model), state, slots, storage, ReferenceAttention(), 7, Variant.PLAIN)
+    assert report[1].tolist() == [Outcome.RUNNING, Outcome.IDLE, Outcome.IDLE, Outcome.IDLE]
+    for old, new in zip(before, (*storage.keys, *storage.values), strict=True):
+        written = (old != new).flatten(2).any(dim=2)
+        written[0] = False
+        assert written.nonzero().tolist() == [[5, 2]]
