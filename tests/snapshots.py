@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,22 +82,41 @@ class ForwardCounter:
 
 
 class Trap:
-    """A forward hook that does something at the k-th forward of a module and nothing at any other."""
+    """Does something at the k-th forward of a module and nothing at any other.
 
-    def __init__(self, module: nn.Module, at: int, action: Any) -> None:
+    Args:
+        module: where to wait.
+        at: k, from 1.
+        action: what to do.
+        hook: as a forward hook, which captured steps leave out; otherwise in the place of the module's forward.
+    """
+
+    def __init__(self, module: nn.Module, at: int, action: Callable[[], Any], *, hook: bool = True) -> None:
         self.calls = 0
         self._at = at
         self._action = action
-        self._handle = module.register_forward_hook(self._hook)
+        self._module = module
+        self._handle = module.register_forward_hook(self._step) if hook else None
+        if not hook:
+            forward = module.forward
 
-    def _hook(self, *_: Any) -> None:
+            def stepping(*args: Any, **kwargs: Any) -> Any:
+                self._step()
+                return forward(*args, **kwargs)
+
+            module.forward = stepping
+
+    def _step(self, *_: Any) -> None:
         self.calls += 1
         if self.calls == self._at:
             self._action()
 
     def remove(self) -> None:
-        """Take the hook off the module."""
-        self._handle.remove()
+        """Leave the module as it was."""
+        if self._handle is None:
+            del self._module.forward
+        else:
+            self._handle.remove()
 
 
 def raising(error: BaseException) -> Any:

@@ -46,20 +46,22 @@ def model_in_training(attention="sdpa"):
     return model
 
 
-def engine(model, route="packed", **settings):
-    return RolloutEngine(model, config=RolloutConfig(prefill_route=route, page_size=4, max_slots=2, **settings))
+def engine(model, route="packed", capture="auto"):
+    config = RolloutConfig(prefill_route=route, page_size=4, max_slots=2, capture=capture)
+    return RolloutEngine(model, config=config)
 
 
 def tokens(batch):
     return [list(completion.token_ids) for completion in batch.completions]
 
 
+@pytest.mark.parametrize("capture", ["auto", False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_call_leaves_the_model_as_found(route, attention):
+def test_a_call_leaves_the_model_as_found(route, attention, capture):
     """Guards against a training flag, switch, hook, random state or attention that a call forgets to put back."""
     model = model_in_training(attention)
-    rollouts = engine(model, route)
+    rollouts = engine(model, route, capture)
     with left_as_found(model):
         assert tokens(rollouts.generate(PROMPTS, GREEDY)) == EXPECTED
         rollouts.generate(PROMPTS, SamplingConfig(max_new_tokens=BUDGET, temperature=1.0))
@@ -92,7 +94,7 @@ def test_the_snapshot_notices():
 def test_an_error_inside_a_forward(route, at, error):
     """Guards against a model left in rollout mode, or an engine left busy, by a forward that fails."""
     model = model_in_training()
-    rollouts = engine(model, route)
+    rollouts = engine(model, route, capture=False)
     trap = Trap(model.model.layers[1].mlp, at, raising(error))
     with left_as_found(model), pytest.raises(type(error)):
         rollouts.generate(PROMPTS, GREEDY)
@@ -101,12 +103,39 @@ def test_an_error_inside_a_forward(route, at, error):
         assert tokens(rollouts.generate(PROMPTS, GREEDY)) == EXPECTED
 
 
+def test_an_interrupt_inside_a_capture():
+    """Guards against a step that was captured in part being replayed, or its module staying without hooks."""
+    model = model_in_training()
+    rollouts = engine(model)
+    trap = Trap(model.model.layers[1].mlp, 3, raising(KeyboardInterrupt()), hook=False)
+    with left_as_found(model), pytest.raises(KeyboardInterrupt):
+        rollouts.generate(PROMPTS, GREEDY)
+    assert (trap.calls, rollouts.captures) == (3, 0)
+    assert tokens(rollouts.generate(PROMPTS, GREEDY)) == EXPECTED
+    assert rollouts.captures
+
+
+@pytest.mark.parametrize("error", [BrokenForwardError(), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_error_inside_a_replay(error):
+    """Guards against rows of a broken call being found running by the next one, which uses the same steps."""
+    model = model_in_training()
+    rollouts = engine(model)
+    trap = Trap(model.model.layers[1].mlp, 7, raising(error), hook=False)
+    with left_as_found(model), pytest.raises(type(error)):
+        rollouts.generate(PROMPTS, GREEDY)
+    captures = rollouts.captures
+    assert (trap.calls, captures) == (7, 1)
+    with left_as_found(model):
+        assert tokens(rollouts.generate(PROMPTS, GREEDY)) == EXPECTED
+    assert (rollouts.recapture_reasons, rollouts.captures) == ([], 2)
+
+
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_error_inside_a_stream(route, at):
     """Guards against the rollout mode of a stream outliving the error that ended it."""
     model = model_in_training()
-    rollouts = engine(model, route)
+    rollouts = engine(model, route, capture=False)
     Trap(model.model.layers[1].mlp, at, raising(KeyboardInterrupt()))
     stream = rollouts.stream(PROMPTS, GREEDY)
     with left_as_found(model), pytest.raises(KeyboardInterrupt):
@@ -164,7 +193,7 @@ def test_a_stream_never_begun_claims_nothing():
 def test_a_generate_inside_a_forward_is_refused():
     """Guards against a hook that rolls out in the middle of a rollout, over the same pages."""
     model = model_in_training()
-    rollouts = engine(model)
+    rollouts = engine(model, capture=False)
     Trap(model.model.layers[0], 3, lambda: rollouts.generate(PROMPTS, GREEDY))
     with left_as_found(model), pytest.raises(EngineStateError):
         rollouts.generate(PROMPTS, GREEDY)
@@ -181,7 +210,8 @@ def test_an_interrupt_from_the_keyboard():
             for at in (1, 2, 5):
                 model = manners.model_in_training()
                 rollouts = manners.engine(model, route)
-                manners.Trap(model.model.layers[1].mlp, at, lambda: os.kill(os.getpid(), signal.SIGINT))
+                interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+                manners.Trap(model.model.layers[1].mlp, at, interrupt, hook=False)
                 try:
                     with manners.left_as_found(model):
                         rollouts.generate(manners.PROMPTS, manners.GREEDY)

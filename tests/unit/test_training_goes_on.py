@@ -71,7 +71,7 @@ def test_steps_after_broken_rollouts_equal_steps_without():
     rollouts = engine(model)
 
     def break_off():
-        trap = Trap(model.transformer.h[1], 4, raising(KeyboardInterrupt()))
+        trap = Trap(model.transformer.h[1].mlp, 4, raising(KeyboardInterrupt()), hook=False)
         with pytest.raises(KeyboardInterrupt):
             rollouts.generate(PROMPTS, SAMPLED)
         trap.remove()

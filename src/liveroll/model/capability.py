@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,11 @@ def _is_quantised(model: PreTrainedModel) -> bool:
     return not dequantised or any(p.dtype not in _PLAIN_DTYPES for p in model.parameters())
 
 
+def _lacks_positions(model: PreTrainedModel) -> bool:
+    names = inspect.signature(type(model).forward).parameters
+    return not {"input_ids", "position_ids"} <= set(names)
+
+
 def _devices(model: PreTrainedModel) -> set[str]:
     return {str(parameter.device) for parameter in model.parameters()}
 
@@ -66,6 +72,7 @@ _REFUSALS: tuple[tuple[Callable[[PreTrainedModel, Any], bool], str, bool], ...] 
     ),
     (lambda m, c: len(_devices(m)) > 1, "its parameters are on several devices", True),
     (lambda m, c: getattr(c, "is_causal", True) is False, "its attention is not causal", False),
+    (lambda m, c: _lacks_positions(m), "its forward does not take position_ids, so it places tokens by itself", True),
     (
         lambda m, c: bool(_layer_types(c) - KNOWN_LAYERS),
         "it has layers that are neither full nor sliding attention",

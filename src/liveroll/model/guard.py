@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
+from liveroll.model.restore import restore_in_full
 from liveroll.model.signature import walk
 from liveroll.model.versions import AttentionSwitch
 
@@ -65,7 +66,7 @@ class ModelGuard:
             with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            _in_full(restore)
+            restore_in_full(restore)
 
     @contextmanager
     def our_attention(self) -> Iterator[None]:
@@ -87,13 +88,4 @@ class ModelGuard:
             self._attention.set(name)
             yield
         finally:
-            _in_full(lambda: self._attention.set(before))
-
-
-def _in_full(restore: Callable[[], None]) -> None:
-    """Restore, and if an interrupt arrives meanwhile restore again before it goes on."""
-    try:
-        restore()
-    except KeyboardInterrupt:
-        restore()
-        raise
+            restore_in_full(lambda: self._attention.set(before))

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from liveroll.model.restore import restore_in_full
+
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
@@ -20,13 +22,17 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             kept.append((module, module._forward_hooks, module._forward_pre_hooks))
+
+    def restore() -> None:
+        for module, after, before in kept:
+            module._forward_hooks, module._forward_pre_hooks = after, before
+
     try:
         for module, _, _ in kept:
             module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
-        for module, after, before in kept:
-            module._forward_hooks, module._forward_pre_hooks = after, before
+        restore_in_full(restore)
 
 
 def needed_hooks(model: nn.Module) -> str | None:
