@@ -104,6 +104,8 @@ class Decoder:
     ) -> None:
         """Make ready for a call: keep everything if what it depends on has not changed, else begin anew.
 
+        A call refused before anything is let go leaves all as it was.
+
         Args:
             shape: the model's layers.
             dtype: dtype of keys and values.
@@ -121,8 +123,7 @@ class Decoder:
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
         settings["autocast"] = torch.is_autocast_enabled(self._model.device.type)
         new = Signature.of(modules, settings)
-        # Until all is ready again nothing counts as captured, should anything below fail.
-        old, self._signature = self._signature, None
+        old = self._signature
         difference = "the first call" if old is None else old.difference(new, self._model)
         if any_rank(difference is not None, self._tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
