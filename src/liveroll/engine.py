@@ -19,7 +19,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.model.capability import check_model, check_shape
-from liveroll.model.forward import ModelForward
+from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
@@ -285,7 +285,7 @@ class RolloutEngine:
     def _probe(self) -> tuple[ModelShape, torch.dtype]:
         """The model's shape, read again only when its device, dtype or autocast changes."""
         first = next(self._model.parameters())
-        key = (first.device, first.dtype, torch.is_autocast_enabled(first.device.type))
+        key = (first.device, first.dtype, autocast_dtype(first.device))
         if self._probed is None or self._probed[0] != key:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)

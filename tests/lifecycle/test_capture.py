@@ -381,3 +381,34 @@ def assert_reasons(engine, *patterns):
     assert len(engine.recapture_reasons) == len(patterns)
     for reason, pattern in zip(engine.recapture_reasons, patterns, strict=True):
         assert re.fullmatch(pattern, reason), reason
+
+
+def test_autocast_counts_by_its_dtype(model):
+    """Guards against a step captured under another autocast, and KV pages of its dtype."""
+    engine = engine_of(model)
+    sampling = SamplingConfig(max_new_tokens=BUDGET)
+    check(engine, model, prompts(8))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            batch = engine.generate(prompts(8), sampling)
+            engine.generate(prompts(8), sampling)
+            assert tokens(batch) == tokens(engine_of(model, capture=False).generate(prompts(8), sampling))
+    check(engine, model, prompts(8))
+    assert engine.captures == 4
+
+
+def test_weights_change_inside_one_autocast(model):
+    """Guards against casts of the weights that autocast keeps, and that a captured step would go on reading."""
+    engine = engine_of(model)
+    sampling = SamplingConfig(max_new_tokens=BUDGET)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.tensor(prompts(8)))
+        before = tokens(engine.generate(prompts(8), sampling))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-0.9)
+        after = tokens(engine.generate(prompts(8), sampling))
+        assert torch.is_autocast_cache_enabled()
+    assert engine.captures == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert after == tokens(engine_of(model).generate(prompts(8), sampling)) != before

@@ -146,7 +146,6 @@ def test_gradient_checkpointing_between_rollouts():
         assert model.is_gradient_checkpointing
         twin = zoo.build("llama")
         twin.load_state_dict(model.state_dict())
-        check(engine_of(twin), twin, prompts(8))
         assert tokens(batch) == [zoo.reference(twin, row, max_new_tokens=6) for row in prompts(8)]
         lose(model, batch).backward()
         optimizer.step()

@@ -26,7 +26,7 @@ from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
 from liveroll.model.adapters import adapter_state
-from liveroll.model.forward import ModelForward
+from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
@@ -122,7 +122,7 @@ class Decoder:
         self.wake()
         room = self._room(longest, stops)
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
-        settings["autocast"] = torch.is_autocast_enabled(self._model.device.type)
+        settings["autocast"] = autocast_dtype(self._model.device)
         settings["adapters"] = adapter_state(modules)
         needed = settings["need of hooks"] = self._need_of_hooks(modules)
         new = Signature.of(modules, settings)

@@ -63,8 +63,9 @@ class PagedStorage:
 
             write_kv(key, value, self.keys[layer], self.values[layer], index)
             return
-        self.keys[layer].flatten(0, 1).index_copy_(0, index, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, index, value)
+        # Under autocast, rotated keys are of another dtype than the values beside them.
+        self.keys[layer].flatten(0, 1).index_copy_(0, index, key.to(self.keys[layer].dtype))
+        self.values[layer].flatten(0, 1).index_copy_(0, index, value.to(self.values[layer].dtype))
 
 
 def bytes_per_token(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +48,11 @@ class ModelGuard:
                 module.training = bool(wanted)
             for module in checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            with (
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                torch.no_grad(),
+                _uncached_autocast(device.type),
+            ):
                 yield
         finally:
             for module in flipped:
@@ -76,3 +81,10 @@ class ModelGuard:
             yield
         finally:
             self._attention.set(before)
+
+
+def _uncached_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The autocast of the caller, if any, without its cache: a captured step would go on reading the casts in it."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)
