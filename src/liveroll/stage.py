@@ -11,7 +11,7 @@ from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
 from liveroll.model.capability import check_shape
-from liveroll.model.forward import ModelForward
+from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
@@ -86,7 +86,7 @@ class Stage:
         first = next(self._model.parameters())
         device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
         modules = tuple(map(id, self._guard.modules))
-        key = (device, first.dtype, vocabulary, self._guard.own, torch.is_autocast_enabled(device.type), modules)
+        key = (device, first.dtype, vocabulary, self._guard.own, autocast_dtype(device), modules)
         if self._probed is None or self._probed[0] != key:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)

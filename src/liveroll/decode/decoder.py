@@ -25,7 +25,8 @@ from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
-from liveroll.model.forward import ModelForward
+from liveroll.model.adapters import adapter_state
+from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
@@ -104,6 +105,8 @@ class Decoder:
     ) -> None:
         """Make ready for a call: keep everything if what it depends on has not changed, else begin anew.
 
+        A call refused before anything is let go leaves all as it was.
+
         Args:
             shape: the model's layers.
             dtype: dtype of keys and values.
@@ -119,14 +122,17 @@ class Decoder:
         self.wake()
         room = self._room(longest, stops)
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
-        settings["autocast"] = torch.is_autocast_enabled(self._model.device.type)
+        settings["autocast"] = autocast_dtype(self._model.device)
+        settings["adapters"] = adapter_state(modules)
+        needed = settings["need of hooks"] = self._need_of_hooks(modules)
         new = Signature.of(modules, settings)
-        # Until all is ready again nothing counts as captured, should anything below fail.
-        old, self._signature = self._signature, None
+        old = self._signature
         difference = "the first call" if old is None else old.difference(new, self._model)
         if any_rank(difference is not None, self._tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             self._begin_anew(shape, dtype, longest, room, reason)
+            if self._config.capture is not False:
+                self.eager_reason = needed
         check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
         if variant is Variant.FULL:
             self.state.keep_histories()
@@ -182,7 +188,6 @@ class Decoder:
     def _begin_anew(
         self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
     ) -> None:
-        self._check_hooks()
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
         pages = min(slots * width, self._pool.allowed(shape, dtype, device))
@@ -239,12 +244,13 @@ class Decoder:
             self._rows_on_device[:rung] = upload(rows, self._model.device)
             self._rows = rows
 
-    def _check_hooks(self) -> None:
-        if self._config.capture is not False:
-            needed = needed_hooks(self._model)
-            if needed and self._config.capture is True:
-                raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
-            self.eager_reason = needed or self.eager_reason
+    def _need_of_hooks(self, modules: Sequence[nn.Module]) -> str | None:
+        if self._config.capture is False:
+            return None
+        needed = needed_hooks(self._model, modules)
+        if needed and self._config.capture is True:
+            raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
+        return needed
 
     def _room(self, longest: int, stops: int) -> dict[str, int]:
         """Room for tokens and stop tokens in a row: what there is, as long as it is enough."""

@@ -51,3 +51,8 @@ class ModelForward:
         if self._keeps:
             return logits
         return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast makes of products on a device now; None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class ModelGuard:
             for module in checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             # Tensors kept from a call in inference mode could not be written to by a call outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), _uncached_autocast(device.type):
                 yield
         finally:
             restore_in_full(restore)
@@ -89,3 +90,10 @@ class ModelGuard:
             yield
         finally:
             restore_in_full(lambda: self._attention.set(before))
+
+
+def _uncached_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The autocast of the caller, if any, without its cache: a captured step would go on reading the casts in it."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)

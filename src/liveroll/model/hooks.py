@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -35,14 +35,29 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         restore_in_full(restore)
 
 
-def needed_hooks(model: nn.Module) -> str | None:
-    """Why a model's hooks must run in every forward, so that its step cannot be captured; None where they need not."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            return f"{name} is partitioned by ZeRO-3, whose hooks gather it in every forward"
-        if isinstance(parameter, DTensor):
-            return f"{name} is a DTensor, whose module's hooks gather or redistribute it in every forward"
-    for path, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            return f"accelerate moves the weights of {path or 'the model'} in every forward"
+def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+    """Why a model's hooks must run in every forward, so that its step cannot be captured; None where they need not.
+
+    Args:
+        model: the model.
+        modules: all modules of it, in the order of `nn.Module.modules`.
+    """
+    # Asked for before each call: names are looked up only where one is needed.
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if hasattr(parameter, "ds_id"):
+                owner = _path(model, module, name)
+                return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
+            if isinstance(parameter, DTensor):
+                owner = _path(model, module, name)
+                return f"{owner} is a DTensor, whose module's hooks gather or redistribute it in every forward"
+        if "_hf_hook" in vars(module):
+            return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None
+
+
+def _path(model: nn.Module, wanted: nn.Module, *name: str) -> str:
+    path = next(path for path, module in model.named_modules() if module is wanted)
+    return ".".join((path, *name) if path else name)

@@ -1,0 +1,184 @@
+"""A trainer's hooks: not in captured steps, everywhere else, and always still there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from rollouts import BUDGET, check, engine_of, prompts
+from torch import nn
+
+from liveroll import CaptureError, SamplingConfig
+
+GREEDY = SamplingConfig(max_new_tokens=BUDGET)
+
+
+@pytest.fixture
+def model():
+    return zoo.build("llama")
+
+
+class Counter:
+    """Counts the calls of a module by the tokens that went in."""
+
+    def __init__(self, module):
+        self.widths = []
+        self.handles = [
+            module.register_forward_pre_hook(lambda module, args: self.widths.append(args[0].shape[1])),
+            module.register_forward_hook(lambda module, args, output: self.widths.append(args[0].shape[1])),
+        ]
+
+
+def kept_hooks(model):
+    """Every hook of every module, by identity."""
+    return [
+        (name, key, hook)
+        for name, module in model.named_modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for key, hook in hooks.items()
+    ]
+
+
+def test_hooks_run_in_prefill_and_not_in_captured_steps(model):
+    """Guards against hooks whose Python runs at capture and never at replay, and against hooks lost on the way."""
+    engine = engine_of(model)
+    engine.generate(prompts(8), GREEDY)  # the first call of an engine looks at the model's layers as well
+    counter = Counter(model.model.layers[0].mlp)
+    before = kept_hooks(model)
+    for calls in (1, 2):
+        stats = engine.generate(prompts(8), GREEDY).stats
+        assert stats.replays == BUDGET - 1
+        assert counter.widths == [4 * 8] * 2 * calls  # one packed prefill, before and after
+        assert kept_hooks(model) == before
+    model(torch.tensor(prompts(8)))
+    assert counter.widths == [32] * 4 + [8] * 2
+    for handle in counter.handles:
+        handle.remove()
+    assert kept_hooks(model) == []
+    check(engine, model, prompts(8))
+    assert engine.captures == 1
+
+
+def test_hooks_run_in_steps_that_are_not_captured(model):
+    """Guards against hooks that are left out where nothing asks for it."""
+    engine = engine_of(model, capture=False)
+    engine.generate(prompts(8), GREEDY)
+    counter = Counter(model.model.layers[0].mlp)
+    engine.generate(prompts(8), GREEDY)
+    assert counter.widths == [32] * 2 + [1] * 2 * (BUDGET - 1)
+
+
+def test_hooks_that_change_outputs_change_what_their_forwards_do(model):
+    """Guards against a hook that reaches some forwards of a route and not others."""
+    engine = engine_of(model, capture=False)
+    plain = check(engine, model, prompts(8))
+    model.lm_head.register_forward_hook(lambda module, args, output: -output)
+    assert plain.completions != check(engine, model, prompts(8)).completions
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_hooks_are_back_after_an_exception_in_a_step(model, error):
+    """Guards against a step that fails half-way and leaves the trainer's hooks behind."""
+    counter = Counter(model.model.layers[0].mlp)
+    before = kept_hooks(model)
+    head = model.lm_head.forward
+    steps = 0
+
+    def fail(hidden):
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise error("the step failed")
+        return head(hidden)
+
+    engine = engine_of(model)
+    model.lm_head.forward = fail
+    with pytest.raises(error, match="the step failed"):
+        engine.generate(prompts(8), GREEDY)
+    assert kept_hooks(model) == before
+    counter.widths.clear()
+    model(torch.tensor(prompts(8)))
+    assert counter.widths == [8, 8]
+    check(engine, model, prompts(8))
+
+
+def test_a_hook_that_fails_in_prefill(model):
+    """Guards against an engine that is unusable after a trainer's hook raised."""
+
+    def fail(module, args):
+        raise RuntimeError("no")
+
+    engine = engine_of(model)
+    check(engine, model, prompts(8))
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.generate(prompts(8), GREEDY)
+    assert len(kept_hooks(model)) == 1
+    handle.remove()
+    check(engine, model, prompts(8))
+    assert engine.captures == 1
+
+
+class Mover:
+    """Stands for accelerate's hooks, which wrap a module's forward."""
+
+
+def give_accelerate_hook(model):
+    model.model.layers[1]._hf_hook = Mover()
+    return "accelerate moves the weights of model.layers.1 in every forward"
+
+
+def partition(model):
+    model.model.norm.weight.ds_id = 7
+    return "model.norm.weight is partitioned by ZeRO-3, whose hooks gather it in every forward"
+
+
+@pytest.mark.parametrize("need", [give_accelerate_hook, partition])
+def test_models_whose_hooks_must_run_are_not_captured(model, need):
+    """Guards against captured steps that read weights which are not there, and against silence about it."""
+    reason = need(model)
+    counter = Counter(model.model.layers[0].mlp)
+    engine = engine_of(model)
+    stats = check(engine, model, prompts(8)).stats
+    assert (stats.captures, stats.replays, stats.eager_reason) == (0, 0, reason)
+    assert counter.widths.count(1) >= 2 * (BUDGET - 1)
+    assert check(engine, model, prompts(8)).stats.eager_reason == reason
+    with pytest.raises(CaptureError, match=reason):
+        engine_of(model, capture=True).generate(prompts(8), GREEDY)
+    check(engine_of(model, capture=False), model, prompts(8))
+
+
+@pytest.mark.parametrize("need", [give_accelerate_hook, partition])
+def test_a_need_that_comes_and_goes(model, need):
+    """Guards against a captured step replayed over weights that hooks have begun to move, and one never made again."""
+    engine = engine_of(model)
+    assert check(engine, model, prompts(8)).stats.eager_reason is None
+    reason = need(model)
+    stats = check(engine, model, prompts(8)).stats
+    assert (stats.replays, stats.eager_reason) == (0, reason)
+    if need is partition:
+        del model.model.norm.weight.ds_id
+    else:
+        del model.model.layers[1]._hf_hook
+    stats = check(engine, model, prompts(8)).stats
+    assert (stats.captures, stats.replays, stats.eager_reason) == (1, BUDGET - 1, None)
+    assert engine.captures == 2
+
+
+def test_a_distributed_tensor_is_not_captured(model):
+    """Guards against captured steps of an FSDP model, whose hooks gather its parameters."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    from liveroll.model.hooks import needed_hooks
+
+    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        weight = distributed.distribute_tensor(model.lm_head.weight.detach(), mesh)
+        model.lm_head.weight = nn.Parameter(weight)
+        assert needed_hooks(model, list(model.modules())) == (
+            "lm_head.weight is a DTensor, whose module's hooks gather or redistribute it in every forward"
+        )
+    finally:
+        torch.distributed.destroy_process_group()
