@@ -55,18 +55,18 @@ class Signature:
 
 
 def walk(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model, each once, parents before children.
+    """All modules of a model, in the order of `nn.Module.modules`.
 
     The generators of `nn.Module` build the name of everything that they visit, which takes a large model longer than
     all else that happens around a rollout.
     """
-    found = {id(model): model}
+    found: dict[int, nn.Module] = {}
     stack = [model]
     while stack:
-        for child in stack.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                stack.append(child)
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
     return list(found.values())
 
 
