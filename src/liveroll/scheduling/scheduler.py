@@ -143,7 +143,8 @@ class Scheduler:
             request = self._waiting[0]
             length = len(request.prompt) + len(request.tokens)
             needed = self._pages_for(length)
-            if needed > self._allocator.available:
+            # A page is kept back for every running row: a row admitted onto their next pages would soon be preempted.
+            if needed + len(self._running) > self._allocator.available:
                 break
             self._waiting.popleft()
             slot = request.slot = self._free_slots.pop()
