@@ -16,7 +16,8 @@ ROUNDS = 3
 
 def lose(forward, batch):
     """Train a little on what was just rolled out."""
-    return forward(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.input_ids).loss
+    # Rows are of one length: no mask is needed, and not every pair of versions compiles one.
+    return forward(input_ids=batch.input_ids, labels=batch.input_ids).loss
 
 
 def assert_all_differ(seen):

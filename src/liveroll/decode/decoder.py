@@ -20,7 +20,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload
-from liveroll.distributed.agreement import any_rank
+from liveroll.distributed.agreement import any_rank, least_of
 from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
@@ -190,7 +190,9 @@ class Decoder:
     ) -> None:
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
-        pages = min(slots * width, self._pool.allowed(shape, dtype, device))
+        # Ranks with fewer pages would put rows back where the others go on.
+        allowed = least_of(self._pool.allowed(shape, dtype, device), self._tp_group, device)
+        pages = min(slots * width, allowed)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
         if self.graphs.captures:
             self.graphs.drop(reason)

@@ -19,3 +19,18 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device) 
     votes = torch.tensor([int(flag)], device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return bool(votes.item())
+
+
+def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The least of the ranks' numbers: one all-reduce MIN. Without a group, the number itself.
+
+    Args:
+        number: this rank's.
+        group: the ranks that decide together, or None.
+        device: where the group's backend reduces.
+    """
+    if group is None:
+        return number
+    votes = torch.tensor([number], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return int(votes.item())

@@ -1,0 +1,105 @@
+"""Two processes that hold a model between them, and what they report."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import zoo
+from torch import distributed as dist
+from torch import multiprocessing, nn
+from torch.nn import functional as F
+
+WORLD = 2
+PATIENCE = 50
+"""Seconds for all that a rank does, start-up included; only a hang takes them."""
+
+
+class _RowParallel(nn.Module):
+    """Adds up the ranks' parts of a product over the intermediate numbers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        part = F.linear(hidden, self.weight)
+        dist.all_reduce(part)
+        return part
+
+
+def shard(model: nn.Module, rank: int) -> nn.Module:
+    """Leave a rank its half of the intermediate numbers of every MLP."""
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        for name in ("gate_proj", "up_proj"):
+            projection = getattr(mlp, name)
+            projection.weight = nn.Parameter(projection.weight.detach().chunk(WORLD)[rank].clone())
+        mlp.down_proj = _RowParallel(mlp.down_proj.weight.detach().chunk(WORLD, dim=1)[rank].clone())
+    return model
+
+
+def sharded(rank: int) -> nn.Module:
+    """The rank's part of `zoo.build("llama")`."""
+    return shard(zoo.build("llama"), rank)
+
+
+class Ranks:
+    """Processes of a gloo group, each of which runs `work(rank, report)`; what hangs is killed at the end."""
+
+    def __init__(self, work: Callable[[int, Callable[[Any], None]], None]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._reports = [context.Queue() for _ in range(WORLD)]
+        self._processes = [
+            context.Process(target=_run, args=(work, rank, port, self._reports[rank]), daemon=True)
+            for rank in range(WORLD)
+        ]
+
+    def __enter__(self) -> Ranks:
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def report(self, rank: int, patience: float = PATIENCE) -> Any:
+        """The next thing that a rank reports; raises TimeoutError where none comes."""
+        try:
+            failure, value = self._reports[rank].get(timeout=patience)
+        except queue.Empty:
+            raise TimeoutError(f"rank {rank} reports nothing") from None
+        if failure is not None:
+            raise AssertionError(f"rank {rank} failed:\n{failure}")
+        return value
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank comes to its end by itself."""
+        self._processes[rank].join(PATIENCE)
+        return self._processes[rank].exitcode == 0
+
+
+def _run(work: Callable[..., None], rank: int, port: int, reports: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=WORLD,
+            timeout=timedelta(seconds=2 * PATIENCE),
+        )
+        work(rank, lambda value: reports.put((None, value)))
+    except BaseException:
+        reports.put((traceback.format_exc(), None))
+        raise
