@@ -97,12 +97,12 @@ class Drive:
         free, available = self.case.slots - len(self.running), self.allocator.available
         before = {request.row: (request.slot, list(request.pages)) for request in self.running}
         table, version = self.scheduler.block_table.copy(), self.scheduler.table_version
-        preempted = self.scheduler.preemptions
+        preempted, growing = self.scheduler.preemptions, self.growing(self.running)
         plan = self.scheduler.plan()
         self.scheduler.check()
         asking = sum(self.pages_for(self.position[r.row] + 1) > len(before[r.row][1]) for r in self.going_on())
         refills = not self.running or free >= min(len(self.queue), REFILL_SHARE * self.case.slots)
-        if self.queue and free and refills and self.needs(self.queue[0]) + len(self.running) <= available:
+        if self.queue and free and refills and self.needs(self.queue[0]) + growing <= available:
             assert isinstance(plan, PrefillStep)
             self.check_admission(plan, free, before)
         elif plan is None:
@@ -123,12 +123,14 @@ class Drive:
             assert (request.slot, request.pages) == (None, [])
         return plan
 
+    def growing(self, requests: list[Request]) -> int:
+        return sum(self.pages_for(request.longest) > len(request.pages) for request in requests)
+
     def check_admission(self, plan: PrefillStep, free: int, before: dict) -> None:
         count = len(plan.admitted)
         assert list(plan.admitted) == self.queue[:count], "the queue is not served in order"
         full = count == free or count == len(self.queue)
-        kept_back = len(self.running) + count
-        left_over = self.allocator.available - kept_back
+        left_over = self.allocator.available - self.growing([*self.running, *plan.admitted])
         assert full or self.needs(self.queue[count]) > left_over, "a request that fits was left out"
         assert before == {r.row: (r.slot, list(r.pages)) for r in self.running}, "a running row was moved"
         self.running += plan.admitted

@@ -138,13 +138,14 @@ class Scheduler:
         free = len(self._free_slots)
         if self._running and free < min(len(self._waiting), REFILL_SHARE * len(self._position)):
             return []
+        # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
+        kept_back = sum(map(self._grows, self._running.values())) if self._waiting else 0
         admitted: list[Request] = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
             length = len(request.prompt) + len(request.tokens)
             needed = self._pages_for(length)
-            # A page is kept back for every running row: a row admitted onto their next pages would soon be preempted.
-            if needed + len(self._running) > self._allocator.available:
+            if needed + kept_back > self._allocator.available:
                 break
             self._waiting.popleft()
             slot = request.slot = self._free_slots.pop()
@@ -160,6 +161,7 @@ class Scheduler:
             self._transcript.start(slot, request.tokens, request.logprobs)
             self._running[slot] = request
             self._active[slot] = True
+            kept_back += self._grows(request)
             admitted.append(request)
         return admitted
 
@@ -212,6 +214,10 @@ class Scheduler:
         if request.slot is None:
             raise ValueError("a request that is not running was committed")
         return request.slot
+
+    def _grows(self, request: Request) -> bool:
+        """Whether a running request may still need more pages than it has."""
+        return len(request.pages) < self._pages_for(request.longest)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
