@@ -32,7 +32,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: to
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    return loss.item()
 
 
 def tokens_of(batch: Any) -> list[tuple[int, ...]]:
