@@ -165,17 +165,16 @@ def speed_and_memory() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--skip-fp32", action="store_true")
+    parser.add_argument("--part", choices=["speed", "bfloat16", "float32"], help="one part alone")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    result: dict[str, Any] = {"speed": speed_and_memory()}
-    for dtype in (torch.bfloat16, torch.float32):
-        if dtype == torch.float32 and arguments.skip_fp32:
-            continue
+    parts = [arguments.part] if arguments.part else ["speed", "bfloat16", "float32"]
+    result: dict[str, Any] = {}
+    for part in parts:
         gc.collect()
         torch.cuda.empty_cache()
-        result[str(dtype)] = rounds(dtype)
-    report("lifecycle", result, arguments.out)
+        result[part] = speed_and_memory() if part == "speed" else rounds(getattr(torch, part))
+    report("lifecycle" + (f"-{arguments.part}" if arguments.part else ""), result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -84,18 +84,23 @@ def read_prompts(prompts: Prompts, *, tokenizer: Any, pad_token_id: int, vocab_s
         batch = _read_request(prompts)
     else:
         batch = _pad(_tokenize(prompts, tokenizer), pad_token_id)
-    for index, (prompt, padding) in enumerate(zip(batch.prompts, batch.padding_ids, strict=True)):
+    for index, prompt in enumerate(batch.prompts):
         if not len(prompt):
             raise PromptError(f"prompt {index} is empty; every prompt needs at least one token")
-        _check_vocabulary(prompt, vocab_size, f"prompt {index} holds token id")
-        _check_vocabulary(np.array(padding, np.int64), vocab_size, f"prompt {index} is padded with token id")
+    given = np.concatenate([*batch.prompts, *(np.array(ids, np.int64) for ids in batch.padding_ids if ids)])
+    if given.min() < 0 or given.max() >= vocab_size:
+        raise PromptError(_describe_stranger(batch, vocab_size))
     return batch
 
 
-def _check_vocabulary(ids: np.ndarray, vocab_size: int, holds: str) -> None:
-    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= vocab_size:
-        raise PromptError(f"{holds} {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
+def _describe_stranger(batch: PromptBatch, vocab_size: int) -> str:
+    """Where the first token id outside the vocabulary stands."""
+    for index, (prompt, padding) in enumerate(zip(batch.prompts, batch.padding_ids, strict=True)):
+        for ids, holds in ((prompt.tolist(), "holds"), (padding, "is padded with")):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    return f"prompt {index} {holds} token id {token}, outside the vocabulary of {vocab_size}"
+    raise ValueError("every token id is in the vocabulary")
 
 
 def _tokenize(prompts: Any, tokenizer: Any) -> list[np.ndarray]:
@@ -119,7 +124,7 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
         ids = prompt.tolist()
     else:
         ids = prompt
-    if not isinstance(ids, Sequence) or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in ids):
+    if not isinstance(ids, Sequence) or not all(map(_is_whole, set(map(type, ids)))):
         raise PromptError(
             f"prompt {index} must be a string, a list of token ids or a list of chat messages, not {_short(prompt)}"
         )
@@ -127,6 +132,10 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
         return np.array(ids, np.int64)
     except OverflowError:
         raise PromptError(f"prompt {index} holds a token id that does not fit 64 bits") from None
+
+
+def _is_whole(kind: type) -> bool:
+    return kind is not bool and issubclass(kind, int | np.integer)
 
 
 def _need_tokenizer(tokenizer: Any, index: int) -> Any:
