@@ -97,14 +97,14 @@ def add_buffer(model):
         (set_bias, rf"{LAYER}.self_attn.q_proj.bias was set"),
         (register_frequencies, r"model.rotary_emb.inv_freq changed its address from \d+ to \d+"),
         (assign_state, r"model.embed_tokens.weight changed its address from \d+ to \d+"),
-        (add_buffer, r"the model has 23 parameters and buffers and had 22"),
+        (add_buffer, r"the model has \d+ parameters and buffers and had \d+"),
     ],
+    ids=["moved", "transposed", "replaced", "set", "registered", "assigned", "added"],
 )
 def test_a_changed_tensor_is_captured_again_and_tokens_stay_right(model, change, reason):
     """Guards against replays over storage that the model no longer uses, and against reasons that say nothing."""
     engine = engine_of(model)
     before = tokens(check(engine, model, prompts(12)))
-    reason = reason.replace("22", str(count(model))).replace("23", str(count(model) + 1))
     change(model)
     after = tokens(check(engine, model, prompts(12)))
     assert (after == before) == (change in (move, add_buffer))
@@ -124,11 +124,6 @@ def test_a_tensor_that_was_removed(model):
     assert_reasons(engine, f"{LAYER}.self_attn.q_proj.bias was removed")
 
 
-def count(model):
-    """Parameters and buffers, with those that are None."""
-    return sum(len(m._parameters) + len(m._buffers) for m in model.modules())
-
-
 @pytest.mark.parametrize(
     ("before", "change", "reason"),
     [
@@ -139,6 +134,7 @@ def count(model):
         # Empty tensors have the address 0 on every device.
         (torch.zeros(0), lambda t: t.to("meta"), "extra changed its device from cpu to meta"),
     ],
+    ids=["shape", "strides", "dtype", "address", "device"],
 )
 def test_each_aspect_of_a_tensor_counts_by_itself(model, before, change, reason):
     """Guards against a signature that leaves out what mostly changes together with something else."""

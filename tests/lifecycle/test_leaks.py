@@ -51,6 +51,7 @@ _SETTINGS = [
     SamplingConfig(max_new_tokens=8, temperature=3.0, top_k=0, min_p=0.5, seed=5),
     SamplingConfig(max_new_tokens=8, temperature=3.0, top_k=0, seed=6),
     SamplingConfig(max_new_tokens=2, temperature=0.3, top_k=0, seed=6),
+    SamplingConfig(max_new_tokens=8, temperature=1.0, top_k=0, seed=7),
     SamplingConfig(max_new_tokens=8, min_new_tokens=6, stop_token_ids=tuple(range(0, 97, 2))),
     SamplingConfig(max_new_tokens=8, stop_token_ids=tuple(range(1, 97, 2))),
     SamplingConfig(max_new_tokens=8, stop_token_ids=(96,)),
@@ -79,7 +80,11 @@ def test_settings_of_the_call_before(model, order):
     for index in range(len(_SETTINGS)):
         sampling = _SETTINGS[index * order % len(_SETTINGS)]
         (row,) = prompts(7, rows=1, seed=index)
-        assert tokens(engine.generate([row], sampling))[0] == alone(model, row, sampling)
+        (found,) = engine.generate([row], sampling).completions
+        (fresh,) = engine_of(model, max_slots=1, capture=False).generate([row], sampling).completions
+        assert found.token_ids == fresh.token_ids
+        # The temperature of a greedy row shows here alone.
+        assert found.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
 def test_penalties_agree_with_generate_after_other_histories(model):

@@ -10,9 +10,11 @@ import zoo
 from rollouts import check, engine_of, prompts
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from liveroll import RolloutMemory
+from liveroll import RolloutConfig, RolloutMemory
 from liveroll.kv import storage
 from liveroll.kv.arena import PlainArena
+from liveroll.kv.pool import StoragePool
+from liveroll.model.geometry import AttentionTraits, LayerSpec, ModelShape
 
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 """Two layers, key and value, two heads of eight numbers, fp32."""
@@ -129,6 +131,17 @@ def test_the_old_pages_are_dead_before_new_ones_are_made(model, arenas, stream):
     assert len(arenas) == 4
     assert [arena.expired() for arena in arenas] == [True, True, True, False]
     assert engine.captures == 4
+
+
+def test_a_pool_drops_its_storage_before_it_provides_another(arenas):
+    """Guards against a pool that leaves this to those who ask it for storage."""
+    traits = AttentionTraits(scale=1.0, window=None, softcap=None)
+    shape = ModelShape((LayerSpec(4, 2, 8, 8, traits, False),), zoo.VOCAB_SIZE, None)
+    pool = StoragePool(RolloutConfig())
+    for pages in (2, 3):
+        pool.provide(shape, torch.float32, torch.device("cpu"), pages)
+        assert pool.bytes == (pages + 1) * 16 * KV_BYTES_PER_TOKEN // 2
+    assert [arena.expired() for arena in arenas] == [True, False]
 
 
 def test_the_old_rows_are_dead_before_new_ones_are_made(model, monkeypatch):
