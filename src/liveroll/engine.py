@@ -69,7 +69,7 @@ class RolloutEngine:
         self._intake = Intake(self._model, self.tokenizer, self.config)
         self._decoder = Decoder(self._model, self.config, tp_group)
         self._stage = Stage(self._model, self.config, self._guard, self._decoder)
-        self._busy = False
+        self._claim: object = None
 
     def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
         """Generate for prompts and return all completions.
@@ -122,7 +122,7 @@ class RolloutEngine:
             UnsupportedModelError: also where the configuration allows the fallback, which cannot stream.
             LiverollError: whatever `generate` raises.
         """
-        with self._exclusive():
+        with self._exclusive() as claim:
             if self._refusal is not None:
                 raise self._refusal
             call = self._intake.open(*self._intake.read(prompts, sampling))
@@ -134,6 +134,8 @@ class RolloutEngine:
                     return
                 for request in finished:
                     yield make_completion(request, self.tokenizer)
+                    if self._claim is not claim:
+                        raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
 
     @property
     def captures(self) -> int:
@@ -194,7 +196,7 @@ class RolloutEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._busy = False
+        self._claim = None
         self.shutdown()
 
     def _steps(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
@@ -228,14 +230,15 @@ class RolloutEngine:
                     yield
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._busy:
+    def _exclusive(self) -> Iterator[object]:
+        if self._claim is not None:
             raise EngineStateError("a stream of this engine is still open; exhaust or close it first")
-        self._busy = True
+        claim = self._claim = object()
         try:
-            yield
+            yield claim
         finally:
-            self._busy = False
+            if self._claim is claim:
+                self._claim = None
 
     def _allow_fallback(self, refusal: UnsupportedModelError | UnsupportedGenerationError) -> None:
         """Raise a refusal again unless the call may go to `model.generate` instead."""
