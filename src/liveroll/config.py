@@ -17,6 +17,9 @@ Fallback = Literal["error", "generate"]
 
 Config = TypeVar("Config")
 
+# Logits divided by less leave the range of fp32.
+_LEAST_TEMPERATURE = 1e-6
+
 
 def _naming_unknown_options(cls: type[Config]) -> type[Config]:
     """Let a dataclass answer an option that it does not have with the ones that it has."""
@@ -121,7 +124,7 @@ class SamplingConfig:
         max_new_tokens: tokens to generate, at most.
         min_new_tokens: tokens before which no stop token may be chosen.
         n: samples of each prompt.
-        temperature: divides the logits; 0 is greedy, any other value samples.
+        temperature: divides the logits; 0 is greedy, any other value samples and is at least 1e-6.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
         min_p: keep tokens whose probability is at least this share of the most likely one's; 0 keeps all.
@@ -153,6 +156,11 @@ class SamplingConfig:
         _whole(self, "min_new_tokens", low=0, optional=True)
         _whole(self, "n", low=1)
         _number(self, "temperature", low=0.0, optional=True)
+        if self.temperature and self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"SamplingConfig.temperature must be 0, for greedy, or at least {_LEAST_TEMPERATURE:g}, "
+                f"not {self.temperature:g}"
+            )
         _whole(self, "top_k", low=0, optional=True)
         _number(self, "top_p", low=0.0, high=1.0, low_open=True, optional=True)
         _number(self, "min_p", low=0.0, high=1.0, optional=True)

@@ -232,7 +232,7 @@ class RolloutEngine:
     @contextmanager
     def _exclusive(self) -> Iterator[object]:
         if self._claim is not None:
-            raise EngineStateError("a stream of this engine is still open; exhaust or close it first")
+            raise EngineStateError("this engine is running, or a stream of it is still open; exhaust or close it first")
         claim = self._claim = object()
         try:
             yield claim

@@ -105,21 +105,24 @@ def _describe_stranger(batch: PromptBatch, vocab_size: int) -> str:
 
 def _tokenize(prompts: Any, tokenizer: Any) -> list[np.ndarray]:
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts must be a list of prompts or a RolloutRequest, not a {type(prompts).__name__}")
+        raise PromptError(
+            f"prompts must be a list of prompts or a RolloutRequest, not a {type(prompts).__name__}; a padded batch "
+            "is a RolloutRequest(prompt_ids=input_ids, prompt_attention_mask=attention_mask)"
+        )
     if not prompts:
         raise PromptError("the list of prompts is empty")
     return [_tokenize_one(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
 
 
 def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
-    if isinstance(prompt, str):
-        ids = _need_tokenizer(tokenizer, index)(prompt)["input_ids"]
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(entry, dict) for entry in prompt):
-        render = _need_tokenizer(tokenizer, index).apply_chat_template
+    is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(entry, dict) for entry in prompt)
+    if is_chat or isinstance(prompt, str):
+        if tokenizer is None:
+            raise PromptError(f"prompt {index} is text and the engine has no tokenizer; pass one, or token ids")
         try:
-            ids = render(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-        except ValueError as error:
-            raise PromptError(f"the messages of prompt {index} cannot be laid out as text: {error}") from error
+            ids = _read_chat(prompt, tokenizer) if is_chat else tokenizer(prompt)["input_ids"]
+        except Exception as error:  # a chat template is a program, and may fail in any way
+            raise PromptError(f"the tokenizer refuses prompt {index}: {error}") from error
     elif isinstance(prompt, Tensor | np.ndarray):
         ids = prompt.tolist()
     else:
@@ -134,14 +137,13 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
         raise PromptError(f"prompt {index} holds a token id that does not fit 64 bits") from None
 
 
+def _read_chat(messages: Any, tokenizer: Any) -> Any:
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return rendered["input_ids"]
+
+
 def _is_whole(kind: type) -> bool:
     return kind is not bool and issubclass(kind, int | np.integer)
-
-
-def _need_tokenizer(tokenizer: Any, index: int) -> Any:
-    if tokenizer is None:
-        raise PromptError(f"prompt {index} is text and the engine has no tokenizer; pass one, or token ids")
-    return tokenizer
 
 
 def _short(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 import zoo
 from snapshots import ForwardCounter, left_as_found
-from texts import character_tokenizer
+from texts import CHAT_TEMPLATE, character_tokenizer
 
 from liveroll import (
     ConfigError,
@@ -54,6 +56,7 @@ BAD_PROMPTS = {
     "a bare mapping": ({"input_ids": [[1]]}, "list of prompts .* not a dict"),
     "None": (None, "list of prompts .* not a NoneType"),
     "a generator": ((prompt for prompt in [[1]]), "list of prompts .* not a generator"),
+    "what a tokenizer gives": (character_tokenizer()(["a"]), "BatchEncoding; .*RolloutRequest.prompt_ids=input_ids"),
     "a bare array": (np.array([[1, 2]]), "list of prompts .* not a ndarray"),
     "a bare tensor": (ids([1, 2]), "list of prompts or a RolloutRequest, not a Tensor"),
     "text without a tokenizer": (["hello"], "prompt 0 is text .* no tokenizer"),
@@ -170,8 +173,20 @@ def test_chat_without_a_template():
     """Guards against messages laid out by a template that nobody chose."""
     messages = [[1], [{"role": "user", "content": "x"}]]
     assert_refused(
-        PromptError, "messages of prompt 1 .*chat_template", messages, SAMPLED, tokenizer=character_tokenizer()
+        PromptError,
+        "the tokenizer refuses prompt 1: .*chat_template",
+        messages,
+        SAMPLED,
+        tokenizer=character_tokenizer(),
     )
+
+
+def test_text_that_the_tokenizer_refuses():
+    """Guards against an error of a template or tokenizer that does not say which prompt it is about."""
+    tokenizer = copy.deepcopy(character_tokenizer())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for prompt in ("\ud800", [{"content": "no role"}], [{"role": "user"}]):
+        assert_refused(PromptError, "the tokenizer refuses prompt 1: ", ["a", prompt], SAMPLED, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2), 3], ids=repr)

@@ -36,7 +36,7 @@ BAD_SAMPLING = {
     "max_new_tokens": [0, -1, *NOT_WHOLE],
     "min_new_tokens": [-1, *NOT_WHOLE],
     "n": [0, -1, None, *NOT_WHOLE],
-    "temperature": [-0.1, *NOT_NUMBERS],
+    "temperature": [-0.1, 1e-7, 1e-310, *NOT_NUMBERS],
     "top_k": [-1, *NOT_WHOLE],
     "top_p": [0, 0.0, -0.1, 1.01, *NOT_NUMBERS],
     "min_p": [-0.1, 1.01, *NOT_NUMBERS],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
 import zoo
+from snapshots import left_as_found
 
 from liveroll import EngineStateError, PromptError, RolloutConfig, RolloutEngine, SamplingConfig
 
@@ -100,6 +103,45 @@ def test_several_engines_of_one_model():
             row[completion.prompt_index] = list(completion.token_ids)
     assert all([row[index] for index in range(len(PROMPTS))] == EXPECTED for row in rows)
     assert MODEL.config._attn_implementation == "sdpa"
+
+
+def in_threads(*calls):
+    """Run calls side by side, many times over; what each gave."""
+    start = Barrier(len(calls))
+
+    def run(call):
+        start.wait()
+        return [call() for _ in range(5)]
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [result for results in pool.map(run, calls) for result in results]
+
+
+@pytest.mark.parametrize("route", ["packed", "equal_width", "ordinary"])
+def test_models_in_several_threads(route):
+    """Guards against the layers of one thread's model attending over the pages of another's."""
+    engines = [RolloutEngine(zoo.build("llama"), config=RolloutConfig(prefill_route=route)) for _ in range(4)]
+    calls = [lambda rollouts=rollouts: tokens(rollouts.generate(PROMPTS, GREEDY)) for rollouts in engines]
+    assert in_threads(*calls) == [EXPECTED] * 20
+
+
+def test_one_model_in_several_threads():
+    """Guards against a mode or attention put back by one thread while another still runs: one at a time, or refused."""
+    model = zoo.build("llama").train()
+    shared = RolloutEngine(model)
+
+    def call(rollouts):
+        try:
+            return tokens(rollouts.generate(PROMPTS, GREEDY))
+        except EngineStateError:
+            return None
+
+    engines = [shared, shared, RolloutEngine(model), RolloutEngine(model)]
+    with left_as_found(model):
+        results = in_threads(*(lambda rollouts=rollouts: call(rollouts) for rollouts in engines))
+    assert EXPECTED in results
+    assert all(result in (EXPECTED, None) for result in results)
+    assert call(shared) == EXPECTED
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16, 64, 1000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -62,18 +63,18 @@ class AttentionCall(Protocol):
         ...
 
 
-_bound: AttentionCall | None = None
+# Models in several threads may be rolled out at a time.
+_bound: ContextVar[AttentionCall | None] = ContextVar("bound", default=None)
 
 
 @contextmanager
 def bound(call: AttentionCall) -> Iterator[None]:
-    """Let every attention layer that runs inside use `call`."""
-    global _bound
-    before, _bound = _bound, call
+    """Let every attention layer that runs inside, in this thread, use `call`."""
+    before = _bound.set(call)
     try:
         yield
     finally:
-        _bound = before
+        _bound.reset(before)
 
 
 def attention(
@@ -94,7 +95,8 @@ def attention(
     Raises:
         UnsupportedModelError: the layer asks for something that is not known to be without effect here.
     """
-    if _bound is None:
+    call = _bound.get()
+    if call is None:
         raise UnsupportedModelError("the liveroll attention runs only inside a rollout; restore the model's own")
     strange = [name for name, given in kwargs.items() if given is not None and name not in _WITHOUT_EFFECT]
     if strange:
@@ -107,7 +109,7 @@ def attention(
             f"{type(module).__name__} has attention dropout {dropout}; set training_mode=False or the dropout to 0"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _bound.attend(
+    output = call.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
+from liveroll.errors import EngineStateError
 from liveroll.model.restore import restore_in_full
 from liveroll.model.signature import walk
 from liveroll.model.versions import AttentionSwitch
+
+_rolled_out: WeakSet[nn.Module] = WeakSet()
+_lock = Lock()
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Keep other rollouts off a model, by another engine's thread or from inside a forward."""
+    with _lock:
+        if model in _rolled_out:
+            raise EngineStateError("another rollout of this model is running, in another thread or around this one")
+        _rolled_out.add(model)
+    try:
+        yield
+    finally:
+        _rolled_out.discard(model)
 
 
 class ModelGuard:
@@ -39,7 +58,16 @@ class ModelGuard:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet."""
+        """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet.
+
+        Raises:
+            EngineStateError: another rollout of the model is running.
+        """
+        with _alone(self._model), self._in_mode():
+            yield
+
+    @contextmanager
+    def _in_mode(self) -> Iterator[None]:
         modules = self.modules = walk(self._model)
         wanted = self._training
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
