@@ -136,7 +136,6 @@ class Decoder:
         check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
         if variant is Variant.FULL:
             self.state.keep_histories()
-        self._rows = np.empty(0, np.int64)
         self._signature = new
 
     def launch(self, slots: np.ndarray, longest: int, variant: Variant) -> Tensor:
@@ -203,6 +202,7 @@ class Decoder:
             slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
         )
         self._backend = choose_backend(device)
+        self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
 

@@ -94,7 +94,8 @@ def sample(logits: Tensor, rows: Rows, variant: Variant) -> tuple[Tensor, Tensor
         scores = scores / rows.temperature[:, None]
     if variant is Variant.FULL:
         scores = keep_likely(scores, rows.top_k, rows.tail, rows.min_p)
-    if variant is Variant.GREEDY:
+    # On the CPU a look at the rows costs nothing, and noise for a whole vocabulary a lot.
+    if variant is Variant.GREEDY or not (scores.is_cuda or rows.sampled.any()):
         tokens = scores.argmax(dim=-1)
     else:
         noise = gumbel_noise(rows.stream, rows.position, scores.shape[-1])
