@@ -20,6 +20,7 @@ SECTIONS = {
         "errors",
         (
             "LiverollError",
+            "LogitsError",
             "ConfigError",
             "PromptError",
             "PrefillLimitError",

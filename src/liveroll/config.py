@@ -100,9 +100,9 @@ class RolloutConfig:
         _choice(self, "prefill_route", get_args(PrefillRoute))
         _whole(self, "prefill_max_tokens", low=1, optional=True)
         _choice(self, "fallback", get_args(Fallback))
-        _flag(self, "training_mode", optional=True)
+        _flag(self, "training_mode", optional=True, besides="None")
         if self.capture != "auto":
-            _flag(self, "capture")
+            _flag(self, "capture", besides='"auto"')
         _whole(self, "max_captures", low=1, optional=True)
         _whole(self, "run_ahead", low=0, optional=True)
         _whole(self, "seed", low=0)
@@ -237,12 +237,13 @@ def _number(
         raise ConfigError(f"{_owner(config, name)} must be {bounds}, not {value}")
 
 
-def _flag(config: Any, name: str, *, optional: bool = False) -> None:
+def _flag(config: Any, name: str, *, optional: bool = False, besides: str = "") -> None:
     value = getattr(config, name)
     if value is None and optional:
         return
     if not isinstance(value, bool):
-        raise ConfigError(f"{_owner(config, name)} must be True or False, not {value!r}")
+        allowed = f"True, False or {besides}" if besides else "True or False"
+        raise ConfigError(f"{_owner(config, name)} must be {allowed}, not {value!r}")
 
 
 def _choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
@@ -257,6 +258,8 @@ def _tuple_of(config: Any, name: str, kind: type) -> tuple[Any, ...]:
         raise ConfigError(f"{_owner(config, name)} must be a sequence of {kind.__name__}, not {value!r}")
     items = tuple(_plain(item) for item in value)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, kind) or (isinstance(item, int) and item < 0):
-            raise ConfigError(f"{_owner(config, name)} holds {item!r}; every entry must be a {kind.__name__}")
+        if isinstance(item, bool) or not isinstance(item, kind):
+            raise ConfigError(f"{_owner(config, name)} holds {item!r}; every entry must be of type {kind.__name__}")
+        if isinstance(item, int) and item < 0:
+            raise ConfigError(f"{_owner(config, name)} holds {item}; token ids begin at 0")
     return items

@@ -14,7 +14,7 @@ from liveroll.call import Call
 from liveroll.config import RolloutConfig, check_config
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.sampler import Variant
-from liveroll.errors import EngineStateError, UnsupportedGenerationError, UnsupportedModelError
+from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.intake import Intake, Sampling
 from liveroll.model.capability import check_model
@@ -58,6 +58,8 @@ class RolloutEngine:
     ) -> None:
         self.config = check_config(config)
         self.tokenizer = check_tokenizer(tokenizer)
+        if tp_group is not None and not isinstance(tp_group, ProcessGroup):
+            raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(tp_group).__name__}")
         self._model: PreTrainedModel = unwrap(model)
         self._refusal: UnsupportedModelError | None = None
         try:
@@ -84,6 +86,7 @@ class RolloutEngine:
             UnsupportedGenerationError: settings that the engine does not do exactly.
             UnsupportedModelError: a model that it does not run exactly.
             KVMemoryError: one row needs more KV memory than allowed.
+            LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
         stats = StatsRecorder()

@@ -43,6 +43,10 @@ class CaptureError(LiverollError):
     """The decode step cannot be captured; the message names the module that prevents it."""
 
 
+class LogitsError(LiverollError):
+    """The model's logits are not numbers, so that nothing can be sampled from them."""
+
+
 class KVMemoryError(LiverollError):
     """The KV memory allowed cannot hold even one prompt; the message says how much is needed."""
 

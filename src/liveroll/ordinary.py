@@ -20,10 +20,11 @@ from transformers import (
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
+from liveroll.errors import LogitsError
 from liveroll.model.generation import to_generation_config
 from liveroll.model.versions import prepared_for_generate
 from liveroll.scheduling.plan import Outcome
-from liveroll.scheduling.request import Request
+from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.scheduler import StopSearch
 
 
@@ -134,6 +135,8 @@ def _finish(requests: Sequence[Request], tokens: np.ndarray, outcomes: np.ndarra
     """Give requests what `[steps, rows]` reports say of them."""
     for row, request in enumerate(requests):
         count = int((outcomes[:, row] != Outcome.IDLE).sum())
+        if np.isnan(bits[:count, row].copy().view(np.float32)).any():
+            raise LogitsError(logits_complaint(request))
         request.tokens = tokens[:count, row].astype(np.int64)
         request.logprobs = bits[:count, row].copy().view(np.float32)
         request.slot = None

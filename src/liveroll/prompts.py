@@ -127,7 +127,7 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
         ids = prompt.tolist()
     else:
         ids = prompt
-    if not isinstance(ids, Sequence) or not all(map(_is_whole, set(map(type, ids)))):
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes) or not all(map(_is_whole, set(map(type, ids)))):
         raise PromptError(
             f"prompt {index} must be a string, a list of token ids or a list of chat messages, not {_short(prompt)}"
         )
@@ -138,6 +138,9 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
 
 
 def _read_chat(messages: Any, tokenizer: Any) -> Any:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not {"content", "tool_calls"} & set(message):
+            raise ValueError(f"the message {_short(message)} needs a role and a content")
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return rendered["input_ids"]
 
@@ -178,8 +181,10 @@ def _read_request(request: RolloutRequest) -> PromptBatch:
     if ids.numel() == 0:
         raise PromptError(f"prompt_ids {tuple(ids.shape)} hold no prompt")
     # One transfer for everything; a mask is nonzero or not, whatever its dtype can count to.
-    both = torch.stack([ids.long(), mask.ne(0).long()]).cpu()
-    grid, ones = both.numpy()
+    both = torch.stack([ids.long(), mask.ne(0).long(), mask.ne(mask).long()]).cpu()
+    grid, ones, undefined = both.numpy()
+    if undefined.any():
+        raise PromptError(f"prompt_attention_mask of row {np.argwhere(undefined)[0, 0]} holds NaN")
     steps = np.diff(ones, axis=1)
     crooked = np.flatnonzero((steps < 0).any(axis=1))
     if len(crooked):

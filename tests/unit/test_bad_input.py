@@ -14,6 +14,7 @@ from texts import CHAT_TEMPLATE, character_tokenizer
 from liveroll import (
     ConfigError,
     KVMemoryError,
+    LogitsError,
     PrefillLimitError,
     PromptError,
     RolloutConfig,
@@ -194,3 +195,40 @@ def test_what_is_no_model(model):
     """Guards against an attribute error deep inside for a name or a plain module."""
     with pytest.raises(UnsupportedModelError, match="is not a transformers model"):
         RolloutEngine(model)
+
+
+@pytest.mark.parametrize("route", ["packed", "ordinary"])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_numbers(route, temperature):
+    """Guards against responses made up of a broken model's NaN, which a trainer would learn from."""
+    model = zoo.build("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    engine = RolloutEngine(model, config=RolloutConfig(prefill_route=route))
+    with pytest.raises(LogitsError, match="prompt 0 are NaN"):
+        engine.generate([[1, 2, 3]], SamplingConfig(max_new_tokens=3, temperature=temperature))
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1.0
+    assert len(engine.generate([[1, 2, 3]], SamplingConfig(max_new_tokens=3)).completions[0].token_ids) == 3
+
+
+def test_more_that_is_no_prompt():
+    """Guards against bytes taken for token ids, messages without a role, and masks that hold NaN."""
+    engine = RolloutEngine(zoo.shared("llama"))
+    with pytest.raises(PromptError, match="prompt 0 must be"):
+        engine.generate([b"12"], SamplingConfig(max_new_tokens=1))
+    mask = torch.tensor([[0.0, float("nan")]])
+    with pytest.raises(PromptError, match="row 0 holds NaN"):
+        engine.generate(RolloutRequest(torch.tensor([[1, 2]]), mask), SamplingConfig(max_new_tokens=1))
+    with pytest.raises(ConfigError, match="tp_group"):
+        RolloutEngine(zoo.shared("llama"), tp_group=5)
+
+
+def test_a_top_k_beyond_any_vocabulary():
+    """Guards against an overflow where all tokens are kept anyway."""
+    engine = RolloutEngine(zoo.shared("llama"))
+    kept = [
+        engine.generate([[1, 2]], SamplingConfig(max_new_tokens=4, temperature=1.0, top_k=top_k, seed=3))
+        for top_k in (0, 2**70)
+    ]
+    assert kept[0].completions[0].token_ids == kept[1].completions[0].token_ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,7 @@ def test_lines_the_model_cannot_take_are_bad_lines_too(work: Work) -> None:
     assert f"\n  line 2: the prompt holds token id {len(VOCABULARY)}, outside the vocabulary" in message
     assert "\n  line 3: the prompt has 600 tokens and max_new_tokens is 8" in message
     assert "\n  line 4: stop_token_ids holds [99]" in message
-    assert "\n  line 5: nobody may not speak" in message
+    assert "\n  line 5: the tokenizer refuses the prompt: nobody may not speak" in message
     assert not work.out.exists()
 
 
@@ -224,3 +226,16 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(
     assert [row["index"] for row in resumed] == list(range(count))
     work.run(*options, "--overwrite")
     assert tokens_of(work.rows()) == tokens_of(resumed)
+
+
+def test_the_prompts_are_never_the_output(tmp_path):
+    """Guards against prompts replaced by completions."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1]}\n')
+    command = [sys.executable, "-m", "liveroll", "generate", "--model", str(tmp_path), "--overwrite"]
+    done = subprocess.run(
+        [*command, "--prompts", str(prompts), "--out", str(prompts)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--out and --prompts" in done.stderr
+    assert prompts.read_text() == '{"prompt_ids": [1]}\n'

@@ -24,6 +24,7 @@ PUBLIC = {
     "EngineStateError",
     "KVMemoryError",
     "LiverollError",
+    "LogitsError",
     "PrefillLimitError",
     "PromptError",
     "ResolvedSampling",

@@ -12,6 +12,9 @@ from torch import Tensor
 from liveroll.decode.upload import upload
 from liveroll.scheduling.request import Request
 
+# More than any vocabulary holds: a larger top_k keeps all tokens too.
+_ALL = 2**31 - 1
+
 
 class Column(IntEnum):
     """Whole numbers kept of a slot."""
@@ -105,7 +108,7 @@ def _numbers(request: Request) -> list[int]:
     row[Column.POSITION] = len(request.prompt) + done - 1
     row[Column.REMAINING] = sampling.max_new_tokens - done
     row[Column.HELD] = max(sampling.min_new_tokens - done, 0)
-    row[Column.TOP_K] = sampling.top_k if sampling.do_sample else 0
+    row[Column.TOP_K] = min(sampling.top_k, _ALL) if sampling.do_sample else 0
     row[Column.SAMPLED] = sampling.do_sample
     row[Column.STREAM_LOW], row[Column.STREAM_HIGH] = request.stream
     return row

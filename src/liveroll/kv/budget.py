@@ -54,5 +54,5 @@ def check_fits(page_size: int, longest: int, allowed: int, token_bytes: int) -> 
         raise KVMemoryError(
             f"the KV memory allowed holds {allowed * page_size} tokens and one row of this call needs {tokens} "
             f"({tokens * token_bytes} bytes); raise kv_tokens, kv_bytes or kv_fraction, or shorten the prompt or "
-            "max_new_tokens"
+            f"max_new_tokens. Memory is taken in whole pages of {page_size} tokens"
         )

@@ -54,3 +54,11 @@ class Request:
     def longest(self) -> int:
         """Most positions whose keys and values it can come to need: the last token is never fed back."""
         return len(self.prompt) + self.sampling.max_new_tokens - 1
+
+
+def logits_complaint(request: Request) -> str:
+    """What to tell of a request whose logits are not numbers."""
+    return (
+        f"the model's logits for prompt {request.prompt_index} are NaN, so nothing can be sampled; "
+        "look for NaN or infinity in its weights"
+    )

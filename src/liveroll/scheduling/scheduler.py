@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from liveroll.errors import LogitsError
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
-from liveroll.scheduling.request import Request
+from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.transcript import Transcript
 from liveroll.types import FinishReason
 
@@ -101,7 +102,11 @@ class Scheduler:
         return step
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Take in what a step sampled, oldest step first; the requests that it finished."""
+        """Take in what a step sampled, oldest step first; the requests that it finished.
+
+        Raises:
+            LogitsError: the logits of a row were not numbers.
+        """
         self._in_flight -= 1
         live = result.outcomes != Outcome.IDLE
         if isinstance(plan, PrefillStep):
@@ -109,6 +114,9 @@ class Scheduler:
         else:
             slots = plan.slots
             live &= self._tenancy[slots] == plan.tenancies
+        strange = live & np.isnan(result.logprobs)
+        if strange.any():
+            raise LogitsError(logits_complaint(self._running[int(slots[strange][0])]))
         self._transcript.append(slots[live], result.tokens[live], result.logprobs[live])
         finished = []
         for slot in slots[live & self._has_stop_strings[slots]].tolist():

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from liveroll.config import PrefillRoute, RolloutConfig, SamplingConfig
+from liveroll.errors import ConfigError
 from liveroll.tools.checkpoint import digest_checkpoint, load_checkpoint, locate_checkpoint
 from liveroll.tools.jobs import BadLine, Job, read_jobs, refuse_bad_lines
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption
@@ -108,6 +109,8 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
         ConfigError: the model cannot be loaded, or the output file belongs to a run with other settings.
         LiverollError: as `RolloutEngine.stream` raises.
     """
+    if options.out.resolve() == options.prompts.resolve():
+        raise ConfigError(f"--out and --prompts are both {options.prompts}; completions would replace the prompts")
     config = options.engine_config
     file = read_jobs(options.prompts, options.sampling)
     _settle_bad_lines(options, file.bad, console)

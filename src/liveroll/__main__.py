@@ -1,0 +1,5 @@
+"""`python -m liveroll`: the command line."""
+
+from liveroll.cli import main
+
+main()
