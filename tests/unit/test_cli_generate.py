@@ -88,7 +88,7 @@ def test_lines_the_model_cannot_take_are_bad_lines_too(work: Work) -> None:
     assert f"\n  line 2: the prompt holds token id {len(VOCABULARY)}, outside the vocabulary" in message
     assert "\n  line 3: the prompt has 600 tokens and max_new_tokens is 8" in message
     assert "\n  line 4: stop_token_ids holds [99]" in message
-    assert "\n  line 5: nobody may not speak" in message
+    assert "\n  line 5: the tokenizer refuses the prompt: nobody may not speak" in message
     assert not work.out.exists()
 
 
