@@ -143,7 +143,8 @@ class RolloutBatch:
         input_ids: `[N, P + R]` int64: the prompts left-padded to P, then the responses right-padded to R.
         attention_mask: `[N, P + R]` int64, 1 where `input_ids` is a prompt or response token.
         response_start_idx: P, the column where every response begins.
-        sampling: the resolved settings, one for each prompt.
+        sampling: the resolved settings, one for each prompt; empty where the call was handed to `model.generate`,
+            which resolved them by itself.
         stats: what the call did.
     """
 
