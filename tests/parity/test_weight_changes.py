@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from liveroll import RolloutConfig, RolloutEngine, SamplingConfig, UnsupportedModelError
+from liveroll import LogitsError, RolloutConfig, RolloutEngine, SamplingConfig, UnsupportedModelError
 
 ROUTES = ("packed", "equal_width", "per_prompt", "ordinary")
 BUDGET = 12
@@ -115,7 +115,8 @@ def test_weights_that_were_not_finite(route):
     for bad in (float("nan"), float("inf")):
         for parameter in model.parameters():
             parameter.data.fill_(bad)
-        rollouts.generate(PROMPTS, GREEDY)
+        with pytest.raises(LogitsError):
+            rollouts.generate(PROMPTS, GREEDY)
         model.load_state_dict(good)
         assert tokens(rollouts.generate(PROMPTS, GREEDY)) == references(model)
 
