@@ -25,9 +25,6 @@ class GraphStore:
         self.replays = 0
         self.recapture_reasons: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     @property
     def bytes(self) -> int:
         """Bytes that the captured steps hold."""

@@ -14,11 +14,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device) 
         group: the ranks that decide together, or None.
         device: where the group's backend reduces.
     """
-    if group is None:
-        return flag
-    votes = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    return bool(votes.item())
+    return bool(_reduce(int(flag), dist.ReduceOp.MAX, group, device))
 
 
 def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
@@ -29,8 +25,14 @@ def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device)
         group: the ranks that decide together, or None.
         device: where the group's backend reduces.
     """
+    return _reduce(number, dist.ReduceOp.MIN, group, device)
+
+
+def _reduce(
+    number: int, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None, device: torch.device
+) -> int:
     if group is None:
         return number
     votes = torch.tensor([number], device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(votes, op=operation, group=group)
     return int(votes.item())
