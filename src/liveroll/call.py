@@ -52,6 +52,19 @@ def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts
     return given
 
 
+def check_room(index: int, length: int, budget: int, limit: int | None, name: str) -> None:
+    """Refuse a prompt that is longer, together with its budget, than a limit of that name, if there is one.
+
+    Raises:
+        PromptError: with the numbers.
+    """
+    if limit is not None and length + budget > limit:
+        raise PromptError(
+            f"prompt {index} has {length} tokens and max_new_tokens is {budget}, together {length + budget}, and "
+            f"{name} is {limit}; shorten the prompt or lower max_new_tokens"
+        )
+
+
 def make_call(
     prompts: PromptBatch,
     sampling: tuple[ResolvedSampling, ...],
@@ -82,16 +95,8 @@ def make_call(
                 f"prompt {index} has {length} tokens and prefill_max_tokens is {config.prefill_max_tokens}; "
                 "shorten it, or raise the limit (None removes it)"
             )
-        total = length + settings.max_new_tokens
-        for limit, name in (
-            (max_positions, "the model's max_position_embeddings"),
-            (config.max_length, "RolloutConfig.max_length"),
-        ):
-            if limit is not None and total > limit:
-                raise PromptError(
-                    f"prompt {index} has {length} tokens and max_new_tokens is {settings.max_new_tokens}, together "
-                    f"{total}, and {name} is {limit}; shorten the prompt or lower max_new_tokens"
-                )
+        check_room(index, length, settings.max_new_tokens, max_positions, "the model's max_position_embeddings")
+        check_room(index, length, settings.max_new_tokens, config.max_length, "RolloutConfig.max_length")
     seeds = [seed if settings.seed is None else settings.seed for settings in sampling]
     streams = assign_streams(prompts.prompts, [settings.n for settings in sampling], seeds)
     requests: list[Request] = []

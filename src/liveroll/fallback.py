@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from liveroll.call import Call
+from liveroll.call import Call, check_room
 from liveroll.config import SamplingConfig
-from liveroll.errors import PromptError
 from liveroll.model.generation import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.scheduling.request import Request
@@ -82,11 +81,7 @@ def _is_plain_greedy(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
 def _check_lengths(model: PreTrainedModel, prompts: PromptBatch, settings: Sequence[ResolvedSampling]) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for index, (prompt, entry) in enumerate(zip(prompts.prompts, settings, strict=True)):
-        if limit is not None and len(prompt) + entry.max_new_tokens > limit:
-            raise PromptError(
-                f"prompt {index} has {len(prompt)} tokens and max_new_tokens is {entry.max_new_tokens}, and the "
-                f"model's max_position_embeddings is {limit}; shorten the prompt or lower max_new_tokens"
-            )
+        check_room(index, len(prompt), entry.max_new_tokens, limit, "the model's max_position_embeddings")
 
 
 def _finished(
