@@ -26,8 +26,6 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
     """
     seen = state.seen if variant is Variant.FULL else None
     numbers, settings = state.numbers[slots], state.settings[slots]
-    stops = state.stops[slots]
-    live = numbers[:, Column.REMAINING] > 0
     rows = Rows(
         position=numbers[:, Column.POSITION] + 1,
         stream=numbers[:, Column.STREAM_LOW : Column.STREAM_HIGH + 1],
@@ -38,23 +36,43 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
         min_p=settings[:, Setting.MIN_P],
         penalty=settings[:, Setting.PENALTY],
         seen=None if seen is None else seen[slots],
-        stops=stops,
+        stops=state.stops[slots],
         held=numbers[:, Column.HELD] > 0,
     )
     tokens, logprobs = sample(logits, rows, variant)
-    stopped = (tokens[:, None] == stops).any(dim=1)
-    remaining = torch.where(stopped, 0, numbers[:, Column.REMAINING] - 1)
-
-    moved = numbers.clone()
-    moved[:, Column.TOKEN] = tokens
-    moved[:, Column.POSITION] += 1
-    moved[:, Column.REMAINING] = remaining
-    moved[:, Column.HELD] = (numbers[:, Column.HELD] - 1).clamp(min=0)
-    state.numbers[slots] = torch.where(live[:, None], moved, numbers)
     if seen is not None:
         # One flat index: assigning a scalar by index copies it from the host, which a graph cannot.
         seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
+    if numbers.is_cuda:
+        from liveroll.kernels.move import move as move_fused
 
+        return move_fused(state.numbers, state.stops, slots, tokens, logprobs)
+    return move(state.numbers, state.stops, slots, tokens, logprobs)
+
+
+def move(numbers: Tensor, stops: Tensor, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+    """Move each slot on to the token that it sampled; frozen ones stay as they are.
+
+    Args:
+        numbers: `[slots, columns]` int64 of the running batch, changed in place.
+        stops: `[slots, S]` int64 stop tokens, -1 for none.
+        slots: `[B]` int64.
+        tokens: `[B]` int64.
+        logprobs: `[B]` float32.
+
+    Returns:
+        The report of `advance`.
+    """
+    before = numbers[slots]
+    live = before[:, Column.REMAINING] > 0
+    stopped = (tokens[:, None] == stops[slots]).any(dim=1)
+    remaining = torch.where(stopped, 0, before[:, Column.REMAINING] - 1)
+    moved = before.clone()
+    moved[:, Column.TOKEN] = tokens
+    moved[:, Column.POSITION] += 1
+    moved[:, Column.REMAINING] = remaining
+    moved[:, Column.HELD] = (before[:, Column.HELD] - 1).clamp(min=0)
+    numbers[slots] = torch.where(live[:, None], moved, before)
     outcome = torch.where(remaining > 0, int(Outcome.RUNNING), int(Outcome.SPENT))
     outcome = torch.where(stopped, int(Outcome.STOPPED), outcome)
     outcome = torch.where(live, outcome, int(Outcome.IDLE))

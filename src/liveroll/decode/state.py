@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from liveroll.decode.upload import upload
+from liveroll.decode.upload import upload, upload_together
 from liveroll.scheduling.request import Request
 
 # More than any vocabulary holds: a larger top_k keeps all tokens too.
@@ -84,10 +84,9 @@ class RowState:
         stops = np.full((len(requests), self.stops.shape[1]), -1, np.int64)
         for row, request in enumerate(requests):
             stops[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
-        slots = upload(np.array([r.slot for r in requests], np.int64), device)
-        self.numbers[slots] = upload(numbers, device)
-        self.settings[slots] = upload(settings, device)
-        self.stops[slots] = upload(stops, device)
+        rows = np.array([r.slot for r in requests], np.int64)
+        slots, numbers_there, settings_there, stops_there = upload_together([rows, numbers, settings, stops], device)
+        self.numbers[slots], self.settings[slots], self.stops[slots] = numbers_there, settings_there, stops_there
         if self.seen is not None:
             self.seen[slots] = False
             histories = [np.concatenate([r.context, np.array(r.padding_ids, np.int64)]) for r in requests]

@@ -13,16 +13,19 @@ def adapter_state(modules: Sequence[nn.Module]) -> str:
 
     None of these moves a tensor, and a captured step would go on as it was captured.
     """
-    states = [_state(module) for module in modules if _is_adapted(module)]
+    adapted = {kind for kind in set(map(type, modules)) if _is_adapted(kind)}
+    if not adapted:
+        return ""
+    states = [_state(module) for module in modules if type(module) in adapted]
     distinct = list(dict.fromkeys(states))
     if len(distinct) < 2:
         return "".join(distinct)
     return f"{'; '.join(distinct)} over layers ({hash(tuple(states))})"
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def _is_adapted(kind: type[nn.Module]) -> bool:
     # Models of transformers have a method of that name; on PEFT's layers it is a property.
-    return isinstance(getattr(type(module), "disable_adapters", None), property)
+    return isinstance(getattr(kind, "disable_adapters", None), property)
 
 
 def _state(module: Any) -> str:

@@ -81,14 +81,12 @@ class ModelGuard:
             torch.set_rng_state(random)
             if device_random is not None:
                 torch.cuda.set_rng_state(device_random, device)
-            for module in flipped:
-                module.training = not wanted
+            _set_training(flipped, not wanted)
             for module in checkpointing:
                 module.gradient_checkpointing = True  # type: ignore[assignment]
 
         try:
-            for module in flipped:
-                module.training = bool(wanted)
+            _set_training(flipped, bool(wanted))
             for module in checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             # Tensors kept from a call in inference mode could not be written to by a call outside of it.
@@ -118,6 +116,12 @@ class ModelGuard:
             yield
         finally:
             restore_in_full(lambda: self._attention.set(before))
+
+
+def _set_training(modules: list[nn.Module], flag: bool) -> None:
+    # The assignment of `nn.Module` looks whether it is given a parameter, which over a whole model takes milliseconds.
+    for module in modules:
+        object.__setattr__(module, "training", flag)
 
 
 def _uncached_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -40,14 +40,14 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
 
     Args:
         model: the model.
-        modules: all modules of it, in the order of `nn.Module.modules`.
+        modules: all modules of it.
     """
     # Asked for before each call: names are looked up only where one is needed.
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if hasattr(parameter, "ds_id"):
+            if "ds_id" in vars(parameter):
                 owner = _path(model, module, name)
                 return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
             if isinstance(parameter, DTensor):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _ASPECTS = ("address", "shape", "strides", "dtype", "device")
 
@@ -60,24 +60,26 @@ def walk(model: nn.Module) -> list[nn.Module]:
     The generators of `nn.Module` build the name of everything that they visit, which takes a large model longer than
     all else that happens around a rollout.
     """
-    found: dict[int, nn.Module] = {}
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found.values())
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        found[module] = None
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                visit(child)
+
+    visit(model)
+    return list(found)
 
 
-def _facts(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...] | None]:
+def _facts(modules: Sequence[nn.Module]) -> list[tuple[Any, ...] | None]:
+    tensors: list[Tensor | None] = []
     for module in modules:
-        for held in (module._parameters, module._buffers):
-            for tensor in held.values():
-                if tensor is None:
-                    yield None
-                else:
-                    yield tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        if module._parameters:
+            tensors.extend(module._parameters.values())
+        if module._buffers:
+            tensors.extend(module._buffers.values())
+    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
 
 
 def _names(model: nn.Module) -> Iterator[str]:

@@ -1,0 +1,31 @@
+"""The moving kernel does what the torch one does."""
+
+import torch
+
+from liveroll.decode.advance import move as move_plainly
+from liveroll.decode.state import Column
+from liveroll.scheduling.plan import Outcome
+
+
+def test_same_rows_and_reports(device):
+    """Guards against a frozen row that moves, a stop token that is overlooked, and budgets that are off by one."""
+    from liveroll.kernels.move import move
+
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1, 1000, (9, len(Column)), generator=generator)
+    numbers[:, Column.REMAINING] = torch.tensor([3, 1, 0, 2, 1, 0, 5, 2, 0])
+    numbers[:, Column.HELD] = torch.tensor([0, 1, 2, 3, 0, 0, 1, 0, 0])
+    stops = torch.full((9, 3), -1)
+    stops[:, 1] = 7
+    stops[3, 2] = 8
+    # Rows that go on, end by a token or by their budget, were frozen before, and the inert one, twice.
+    slots = torch.tensor([6, 0, 3, 1, 4, 2, 5, 8, 8])
+    tokens = torch.tensor([1, 7, 8, 7, 5, 7, 9, 0, 0])
+    logprobs = -torch.rand(9, generator=generator)
+    expected_numbers = numbers.clone()
+    expected = move_plainly(expected_numbers, stops, slots, tokens, logprobs)
+    there = numbers.to(device)
+    report = move(there, *(x.to(device) for x in (stops, slots, tokens, logprobs)))
+    assert there.cpu().equal(expected_numbers)
+    assert report.cpu().equal(expected)
+    assert set(report[1].tolist()) == set(Outcome)
