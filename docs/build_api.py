@@ -11,10 +11,12 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "liveroll"
 SECTIONS = {
     "Engine": ("engine", ("RolloutEngine",)),
-    "Configuration": ("config", ("RolloutConfig", "SamplingConfig")),
+    "Configuration": ("config", ("RolloutConfig",)),
+    "Sampling": ("sampling_config", ("SamplingConfig",)),
+    "Completions": ("completion", ("Completion",)),
     "Requests and results": (
         "types",
-        ("RolloutRequest", "RolloutBatch", "Completion", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
+        ("RolloutRequest", "RolloutBatch", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
     ),
     "Errors": (
         "errors",

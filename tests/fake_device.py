@@ -7,11 +7,12 @@ from zlib import crc32
 
 import numpy as np
 
+from liveroll.completion import FinishReason
 from liveroll.scheduling.pages import SCRATCH_PAGE
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.scheduler import Scheduler
-from liveroll.types import FinishReason, ResolvedSampling
+from liveroll.types import ResolvedSampling
 
 LETTERS = "abcdefgh"
 VOCAB = len(LETTERS)

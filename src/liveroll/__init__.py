@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liveroll.config import RolloutConfig, SamplingConfig
+    from liveroll.completion import Completion
+    from liveroll.config import RolloutConfig
     from liveroll.engine import RolloutEngine
     from liveroll.errors import (
         CaptureError,
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
         UnsupportedModelError,
     )
-    from liveroll.types import Completion, ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
+    from liveroll.sampling_config import SamplingConfig
+    from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "RolloutEngine": "engine",
     "RolloutConfig": "config",
-    "SamplingConfig": "config",
-    "Completion": "types",
+    "SamplingConfig": "sampling_config",
+    "Completion": "completion",
     "ResolvedSampling": "types",
     "RolloutBatch": "types",
     "RolloutMemory": "types",

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError, PrefillLimitError, PromptError
 from liveroll.model.versions import PENALTY_COUNTS_PADDING
 from liveroll.prompts import PromptBatch
+from liveroll.sampling_config import SamplingConfig
 from liveroll.scheduling.request import Request
 from liveroll.stopping import StopStrings
 from liveroll.streams import assign_streams

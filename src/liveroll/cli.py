@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from liveroll.config import SamplingConfig
 from liveroll.errors import LiverollError
+from liveroll.sampling_config import SamplingConfig
 
 
 class _Commands(TyperGroup):

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.call import Call
+from liveroll.completion import Completion
 from liveroll.config import RolloutConfig, check_config
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.sampler import Variant
@@ -28,7 +29,7 @@ from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
-from liveroll.types import Completion, RolloutBatch, RolloutMemory
+from liveroll.types import RolloutBatch, RolloutMemory
 
 
 class RolloutEngine:

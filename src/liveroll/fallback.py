@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from liveroll.call import Call, check_room
-from liveroll.config import SamplingConfig
 from liveroll.model.generation import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
+from liveroll.sampling_config import SamplingConfig
 from liveroll.scheduling.request import Request
 from liveroll.stopping import StopStrings
 from liveroll.types import ResolvedSampling

@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from liveroll.call import Call, make_call, spread_sampling
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
+from liveroll.sampling_config import SamplingConfig
 from liveroll.streams import call_seed
 
 Sampling = SamplingConfig | Sequence[SamplingConfig]

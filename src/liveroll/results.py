@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from liveroll.completion import Completion
 from liveroll.prompts import PromptBatch
 from liveroll.scheduling.request import Request
-from liveroll.types import Completion, ResolvedSampling, RolloutBatch, RolloutStats
+from liveroll.types import ResolvedSampling, RolloutBatch, RolloutStats
 
 
 def make_completion(request: Request, tokenizer: Any) -> Completion:

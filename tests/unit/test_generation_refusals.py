@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, WatermarkingConfig
 
-from liveroll.config import SamplingConfig
 from liveroll.errors import UnsupportedGenerationError
 from liveroll.model.generation import resolve_sampling
 from liveroll.model.switches import NEUTRAL
 from liveroll.model.versions import default_generation_fields
+from liveroll.sampling_config import SamplingConfig
 
 VOCAB, WIDTH = 64, 6
 UNSUPPORTED = {

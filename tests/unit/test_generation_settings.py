@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
-from liveroll.config import SamplingConfig
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.generation import generate_kwargs, resolve_sampling
+from liveroll.sampling_config import SamplingConfig
 
 VOCAB, WIDTH = 64, 6
 ALL_BUT_ONE = tuple(range(VOCAB - 1))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liveroll.config import SamplingConfig
 from liveroll.model.generation import generate_kwargs, resolve_sampling, to_generation_config
 from liveroll.model.versions import prepare_generation_config, prepared_for_generate
+from liveroll.sampling_config import SamplingConfig
 
 VOCAB, WIDTH = 64, 6
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from liveroll.config import SamplingConfig
 from liveroll.errors import ConfigError, PromptError, UnsupportedGenerationError
 from liveroll.model.switches import INSTEAD, refuse_unsupported
 from liveroll.model.versions import PreparedGeneration, default_generation_fields, prepare_generation_config
+from liveroll.sampling_config import SamplingConfig
 from liveroll.types import ResolvedSampling
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from liveroll.config import SamplingConfig
 from liveroll.model.generation import resolve_sampling
 from liveroll.model.versions import has_own_preparer
 from liveroll.prompts import PromptBatch
+from liveroll.sampling_config import SamplingConfig
 from liveroll.types import ResolvedSampling
 
 _SCALARS = (bool, int, float, str, type(None))

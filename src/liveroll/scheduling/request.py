@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from liveroll.types import FinishReason, ResolvedSampling
+from liveroll.completion import FinishReason
+from liveroll.types import ResolvedSampling
 
 
 @dataclass(eq=False)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from liveroll.completion import FinishReason
 from liveroll.errors import LogitsError
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.transcript import Transcript
-from liveroll.types import FinishReason
 
 REFILL_SHARE = 0.25
 """Free slots are refilled once they are this share of all.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig
 from liveroll.engine import RolloutEngine
+from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.demo_board import Board
 from liveroll.tools.demo_report import DemoResult, Exam, Round, draw_curve, write_rollouts
 from liveroll.tools.embedded import Problem, load_embedded, problems, reward

@@ -9,10 +9,11 @@ from typing import cast
 from jinja2 import TemplateError
 
 from liveroll.call import make_call
-from liveroll.config import RolloutConfig, SamplingConfig
+from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import Prompts, padding_token, read_prompts
+from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.checkpoint import Checkpoint
 from liveroll.tools.jobs import BadLine, Job
 

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from liveroll.config import PrefillRoute, RolloutConfig, SamplingConfig
+from liveroll.config import PrefillRoute, RolloutConfig
 from liveroll.errors import ConfigError
+from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.checkpoint import digest_checkpoint, load_checkpoint, locate_checkpoint
 from liveroll.tools.jobs import BadLine, Job, read_jobs, refuse_bad_lines
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption
 
 if TYPE_CHECKING:
+    from liveroll.completion import Completion
     from liveroll.engine import RolloutEngine
     from liveroll.tools.fit import FittedJob
-    from liveroll.types import Completion
 
 # A call pads its prompts to the longest of them in host memory; this bounds it for a file of any length.
 _CALL = 4096

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from liveroll.config import SamplingConfig
 from liveroll.errors import ConfigError, PromptError
+from liveroll.sampling_config import SamplingConfig
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 _ONE_OF = ", ".join(PROMPT_KEYS)
