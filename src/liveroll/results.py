@@ -40,19 +40,21 @@ def make_batch(
     device: torch.device,
 ) -> RolloutBatch:
     """The batch of finished requests, tensors on `device`."""
-    width = max(len(request.tokens) for request in requests)
-    source = torch.from_numpy(np.array([request.prompt_index for request in requests]))
-    ids = np.zeros((len(requests), width), np.int64)
-    mask = np.zeros_like(ids)
+    start, width = prompts.width, max(len(request.tokens) for request in requests)
+    source = np.array([request.prompt_index for request in requests])
+    both = np.zeros((2, len(requests), start + width), np.int64)
+    ids, mask = both
+    ids[:, :start], mask[:, :start] = prompts.input_ids.numpy()[source], prompts.attention_mask.numpy()[source]
     for request in requests:
-        count = len(request.tokens)
-        ids[request.row] = request.sampling.pad_token_id
-        ids[request.row, :count], mask[request.row, :count] = request.tokens, 1
+        end = start + len(request.tokens)
+        ids[request.row, start:end], ids[request.row, end:] = request.tokens, request.sampling.pad_token_id
+        mask[request.row, start:end] = 1
+    input_ids, attention_mask = torch.from_numpy(both).to(device)
     return RolloutBatch(
         completions=tuple(make_completion(request, tokenizer) for request in requests),
-        input_ids=torch.cat([prompts.input_ids[source], torch.from_numpy(ids)], dim=1).to(device),
-        attention_mask=torch.cat([prompts.attention_mask[source], torch.from_numpy(mask)], dim=1).to(device),
-        response_start_idx=prompts.width,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        response_start_idx=start,
         sampling=tuple(sampling),
         stats=stats,
     )
