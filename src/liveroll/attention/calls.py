@@ -11,11 +11,20 @@ from liveroll.model.geometry import AttentionTraits
 
 
 class PackedCall:
-    """Prefill: each token attends to its own sequence within the forward."""
+    """Prefill: each token attends to its own sequence within the forward.
 
-    def __init__(self, backend: AttentionBackend, layout: PackedLayout) -> None:
+    Args:
+        backend: does it.
+        storage: keeps the keys and values.
+        layout: where the sequences lie.
+        index: `[T]` int64 storage rows of the tokens.
+    """
+
+    def __init__(self, backend: AttentionBackend, storage: PagedStorage, layout: PackedLayout, index: Tensor) -> None:
         self._backend = backend
+        self._storage = storage
         self._layout = layout
+        self._index = index
 
     def attend(
         self,
@@ -27,16 +36,25 @@ class PackedCall:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention over `[1, T, heads, dim]`."""
+        self._storage.write(layer, self._index, key[0], value[0])
         return self._backend.packed(query[0], key[0], value[0], self._layout, traits, sinks)[None]
 
 
 class PagedCall:
-    """Decode: each row's new token attends to the row's pages."""
+    """Decode: each row's new token attends to the row's pages, in which it is put first.
 
-    def __init__(self, backend: AttentionBackend, storage: PagedStorage, layout: PagedLayout) -> None:
+    Args:
+        backend: does it.
+        storage: the pages.
+        layout: pages and lengths of the rows.
+        index: `[B]` int64 storage rows of the new tokens.
+    """
+
+    def __init__(self, backend: AttentionBackend, storage: PagedStorage, layout: PagedLayout, index: Tensor) -> None:
         self._backend = backend
         self._storage = storage
         self._layout = layout
+        self._index = index
 
     def attend(
         self,
@@ -48,5 +66,6 @@ class PagedCall:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention over `[B, 1, heads, dim]`."""
+        self._storage.write(layer, self._index, key[:, 0], value[:, 0])
         keys, values = self._storage.keys[layer], self._storage.values[layer]
         return self._backend.paged(query[:, 0], keys, values, self._layout, traits, sinks)[:, None]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -77,6 +78,18 @@ def bound(call: AttentionCall) -> Iterator[None]:
         _bound.reset(before)
 
 
+def current() -> AttentionCall:
+    """What is bound.
+
+    Raises:
+        UnsupportedModelError: nothing is.
+    """
+    call = _bound.get()
+    if call is None:
+        raise UnsupportedModelError("the liveroll attention runs only inside a rollout; restore the model's own")
+    return call
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -95,9 +108,6 @@ def attention(
     Raises:
         UnsupportedModelError: the layer asks for something that is not known to be without effect here.
     """
-    call = _bound.get()
-    if call is None:
-        raise UnsupportedModelError("the liveroll attention runs only inside a rollout; restore the model's own")
     strange = [name for name, given in kwargs.items() if given is not None and name not in _WITHOUT_EFFECT]
     if strange:
         raise UnsupportedModelError(f"{type(module).__name__} passes {', '.join(strange)} to its attention")
@@ -109,14 +119,14 @@ def attention(
             f"{type(module).__name__} has attention dropout {dropout}; set training_mode=False or the dropout to 0"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = call.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        AttentionTraits(scale, sliding_window, softcap),
-        s_aux,
-    )
+    rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if torch.compiler.is_compiling():
+        from liveroll.attention.operator import attend
+
+        output = attend(*rows, s_aux, layer, scale, sliding_window, softcap)
+    else:
+        output = current().attend(layer, *rows, AttentionTraits(scale, sliding_window, softcap), s_aux)
     return output, None
 
 

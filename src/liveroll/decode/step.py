@@ -12,7 +12,7 @@ from liveroll.attention.layout import PagedLayout
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
-from liveroll.kv.cache import PagedCache
+from liveroll.kv.cache import PassingCache
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 
@@ -49,6 +49,6 @@ def decode(
     index = table.gather(1, page[:, None])[:, 0].long() * storage.page_size + position % storage.page_size
     index = torch.where(live, index, 0)
     layout = PagedLayout(table, torch.where(live, position + 1, 1), longest)
-    with interface.bound(PagedCall(backend, storage, layout)):
-        logits = forward(numbers[:, :1], position[:, None], PagedCache(storage, index))
+    with interface.bound(PagedCall(backend, storage, layout, index)):
+        logits = forward(numbers[:, :1], position[:, None], PassingCache())
     return advance(state, slots, logits[:, -1], variant)

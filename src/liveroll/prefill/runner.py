@@ -13,7 +13,7 @@ from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PackedCall
 from liveroll.attention.layout import PackedLayout
-from liveroll.kv.cache import PagedCache
+from liveroll.kv.cache import PagedCache, PassingCache
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
@@ -67,10 +67,8 @@ class PrefillRunner:
         layout = PackedLayout.of([len(context) for context in contexts], device)
         rows = np.concatenate([self._storage_rows(r, len(c)) for r, c in zip(requests, contexts, strict=True)])
         tokens, index = torch.from_numpy(np.stack([np.concatenate(contexts), rows])).to(device)
-        with interface.bound(PackedCall(self._backend, layout)):
-            logits = self._forward(
-                tokens[None], layout.column[None], PagedCache(self._storage, index), keep=layout.last
-            )
+        with interface.bound(PackedCall(self._backend, self._storage, layout, index)):
+            logits = self._forward(tokens[None], layout.column[None], PassingCache(), keep=layout.last)
         return logits[0]
 
     def _run_padded(self, requests: Sequence[Request], contexts: Sequence[np.ndarray], width: int) -> Tensor:
