@@ -30,6 +30,7 @@ SECTIONS = {
             "UnsupportedGenerationError",
             "KVMemoryError",
             "CaptureError",
+            "CompileError",
             "EngineStateError",
         ),
     ),

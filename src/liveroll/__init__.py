@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from liveroll.engine import RolloutEngine
     from liveroll.errors import (
         CaptureError,
+        CompileError,
         ConfigError,
         EngineStateError,
         KVMemoryError,
@@ -37,6 +38,7 @@ _HOMES = {
     "RolloutRequest": "types",
     "RolloutStats": "types",
     "CaptureError": "errors",
+    "CompileError": "errors",
     "ConfigError": "errors",
     "EngineStateError": "errors",
     "KVMemoryError": "errors",
@@ -50,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "CaptureError",
+    "CompileError",
     "Completion",
     "ConfigError",
     "EngineStateError",

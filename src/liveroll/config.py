@@ -36,6 +36,9 @@ class RolloutConfig:
             leaves every module in the mode it is in.
         capture: whether decode steps are captured, as CUDA graphs on a GPU. `auto` runs them eagerly where they
             cannot be, and says why in the stats; True makes that an error; False never captures.
+        compile: whether decode steps go through `torch.compile`, which takes up to a minute once and makes them
+            faster; their numbers then differ from eager ones by rounding. `auto` compiles on a GPU, and where it
+            fails goes on without and says why in the stats; True makes that an error.
         max_captures: captured steps kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
@@ -58,6 +61,7 @@ class RolloutConfig:
     fallback: Fallback = "error"
     training_mode: bool | None = False
     capture: bool | Literal["auto"] = "auto"
+    compile: bool | Literal["auto"] = False
     max_captures: int | None = None
     run_ahead: int | None = None
     seed: int = 0
@@ -74,8 +78,9 @@ class RolloutConfig:
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
-        if self.capture != "auto":
-            check_flag(self, "capture", besides='"auto"')
+        for name in ("capture", "compile"):
+            if getattr(self, name) != "auto":
+                check_flag(self, name, besides='"auto"')
         check_whole(self, "max_captures", low=1, optional=True)
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)

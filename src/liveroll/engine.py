@@ -87,6 +87,7 @@ class RolloutEngine:
             UnsupportedGenerationError: settings that the engine does not do exactly.
             UnsupportedModelError: a model that it does not run exactly.
             KVMemoryError: one row needs more KV memory than allowed.
+            CompileError: the decode step must be compiled, and cannot be.
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
@@ -155,6 +156,11 @@ class RolloutEngine:
     def recapture_reasons(self) -> list[str]:
         """Why captured steps were dropped, each time they were: the tensor or setting, and what changed."""
         return list(self._decoder.graphs.recapture_reasons)
+
+    @property
+    def compilations(self) -> list[str]:
+        """Why decode steps were compiled, each time they were."""
+        return list(self._decoder.forward.compilations)
 
     def memory(self) -> RolloutMemory:
         """Bytes kept between calls."""

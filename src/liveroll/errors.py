@@ -43,6 +43,10 @@ class CaptureError(LiverollError):
     """The decode step cannot be captured; the message names the module that prevents it."""
 
 
+class CompileError(LiverollError):
+    """The decode step cannot be compiled; the message says why."""
+
+
 class LogitsError(LiverollError):
     """The model's logits are not numbers, so that nothing can be sampled from them."""
 

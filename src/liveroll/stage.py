@@ -46,6 +46,7 @@ class Stage:
             UnsupportedModelError: the model's layers do not work the way the engine needs.
             KVMemoryError: the memory allowed cannot hold the longest row.
             CaptureError: the step must be captured, and cannot be.
+            CompileError: the model must be compiled, and cannot be.
         """
         shape, dtype = self._probe()
         variant = Variant.of(call.sampling)

@@ -49,7 +49,7 @@ class StatsRecorder:
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
         preemptions = peak = captures = replays = 0
-        eager_reason = None
+        eager_reason = uncompiled_reason = None
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
@@ -57,7 +57,7 @@ class StatsRecorder:
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
-            eager_reason = decoder.eager_reason
+            eager_reason, uncompiled_reason = decoder.eager_reason, decoder.forward.uncompiled_reason
         return RolloutStats(
             route=self._route,
             fallback_reason=self._fallback_reason,
@@ -73,5 +73,6 @@ class StatsRecorder:
             captures=captures,
             replays=replays,
             eager_reason=eager_reason,
+            uncompiled_reason=uncompiled_reason,
             seconds=time.perf_counter() - self._started,
         )

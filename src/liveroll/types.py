@@ -67,6 +67,7 @@ class RolloutStats:
         captures: decode steps captured during the call.
         replays: captured steps run.
         eager_reason: why decode steps were not captured, or None.
+        uncompiled_reason: why they were not compiled although they should be, or None.
         seconds: wall time of the call.
     """
 
@@ -84,6 +85,7 @@ class RolloutStats:
     replays: int
     seconds: float
     eager_reason: str | None = None
+    uncompiled_reason: str | None = None
     fallback_reason: str | None = None
 
 

@@ -19,6 +19,7 @@ DECIDING = sorted(path for room in ("scheduling", "planning") for path in (PACKA
 
 PUBLIC = {
     "CaptureError",
+    "CompileError",
     "Completion",
     "ConfigError",
     "EngineStateError",

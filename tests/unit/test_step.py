@@ -8,11 +8,11 @@ from fake_device import make_request
 from zoo import shared
 
 from liveroll.attention.reference import ReferenceAttention
+from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.decode.step import decode
 from liveroll.kv.storage import PagedStorage
-from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
 from liveroll.scheduling.plan import Outcome
@@ -39,7 +39,7 @@ def test_only_running_rows_write_outside_the_scratch_page():
         state.load_table(np.array([[3, 5], [1, 2], [4, 2]], np.int32))
         before = [tensor.clone() for tensor in (*storage.keys, *storage.values)]
         slots = torch.tensor([0, 1, 2, state.inert])
-        report = decode(ModelForward(model), state, slots, storage, ReferenceAttention(), 7, Variant.PLAIN)
+        report = decode(DecodeForward(model, False), state, slots, storage, ReferenceAttention(), 7, Variant.PLAIN)
     assert report[1].tolist() == [Outcome.RUNNING, Outcome.IDLE, Outcome.IDLE, Outcome.IDLE]
     for old, new in zip(before, (*storage.keys, *storage.values), strict=True):
         written = (old != new).flatten(2).any(dim=2)

@@ -15,18 +15,19 @@ from liveroll.attention.backend import AttentionBackend, choose_backend
 from liveroll.config import RolloutConfig
 from liveroll.decode.capture import choose_capture
 from liveroll.decode.failure import describe_failure
+from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.graphs import GraphStore
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload
 from liveroll.distributed.agreement import any_rank, least_of
-from liveroll.errors import CaptureError
+from liveroll.errors import CaptureError, CompileError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
 from liveroll.model.adapters import adapter_state
-from liveroll.model.forward import ModelForward, autocast_dtype
+from liveroll.model.forward import autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
@@ -51,7 +52,8 @@ class Decoder:
         self._model = model
         self._config = config
         self._tp_group = tp_group
-        self._forward = ModelForward(model)
+        self.forward = DecodeForward(model, config.compile)
+        """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
         self._signature: Signature | None = None
@@ -159,7 +161,7 @@ class Decoder:
             self._capture(*key)
         if self.eager_reason is not None:
             rows = upload(slots, self._model.device)
-            return decode(self._forward, self.state, rows, self.storage, self.backend, longest, variant)
+            return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant)
         self._longest = longest
         self._load_rows(slots, rung)
         self.graphs.replay(key)
@@ -211,6 +213,8 @@ class Decoder:
         self._longest = 1
         try:
             self.graphs.capture((rung, variant), self._make_step(rung, variant))
+        except CompileError:
+            raise
         except Exception as error:
             place = describe_failure(error, self._model)
             if self._config.capture is True:
@@ -221,7 +225,7 @@ class Decoder:
             logger.warning("decoding eagerly: %s", self.eager_reason)
 
     def _make_step(self, rung: int, variant: Variant) -> Callable[[], None]:
-        forward, state, storage, backend = self._forward, self.state, self.storage, self.backend
+        forward, state, storage, backend = self.forward, self.state, self.storage, self.backend
         rows, report = self._rows_on_device, self._report
         assert rows is not None
         assert report is not None

@@ -10,15 +10,14 @@ from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PagedCall
 from liveroll.attention.layout import PagedLayout
 from liveroll.decode.advance import advance
+from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
-from liveroll.kv.cache import PassingCache
 from liveroll.kv.storage import PagedStorage
-from liveroll.model.forward import ModelForward
 
 
 def decode(
-    forward: ModelForward,
+    forward: DecodeForward,
     state: RowState,
     slots: Tensor,
     storage: PagedStorage,
@@ -50,5 +49,5 @@ def decode(
     index = torch.where(live, index, 0)
     layout = PagedLayout(table, torch.where(live, position + 1, 1), longest)
     with interface.bound(PagedCall(backend, storage, layout, index)):
-        logits = forward(numbers[:, :1], position[:, None], PassingCache())
+        logits = forward(numbers[:, :1], position[:, None])
     return advance(state, slots, logits[:, -1], variant)

@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import get_compilation_metrics
+from torch._inductor.exc import InductorError
+from torch.fx import GraphModule
 from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
@@ -153,3 +158,19 @@ def varlen_attention(*, grouped: bool) -> Callable[..., Any]:
     """Torch's `varlen_attn`, told by keyword of fewer KV heads than query heads since 2.12; 2.11 need not be told."""
     known = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return partial(varlen_attn, enable_gqa=grouped) if known else varlen_attn
+
+
+COMPILE_FAILURES = (TorchDynamoException, InductorError)
+"""What `torch.compile` raises where it cannot compile; errors of the compiled program itself are none of these."""
+
+
+def inductor(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile a traced graph as `torch.compile` does by default."""
+    compiled: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
+    return compiled
+
+
+def last_recompile_reason() -> str | None:
+    """Why what was compiled last had been compiled before and did not fit any more; None if it had not."""
+    records = get_compilation_metrics()
+    return records[-1].recompile_reason if records else None

@@ -1,0 +1,88 @@
+"""The model's forward of decode steps, compiled where that was asked for."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from liveroll.errors import CompileError
+from liveroll.kv.cache import PassingCache
+from liveroll.model.forward import ModelForward
+from liveroll.model.versions import COMPILE_FAILURES, inductor, last_recompile_reason
+
+logger = logging.getLogger("liveroll")
+
+
+class DecodeForward:
+    """Runs the model over one new token a row.
+
+    Compiled code serves any number of rows, but for a single one. It takes the weights as they are when it runs,
+    and knows neither pages nor rows, so nothing of an engine's life makes it compile again.
+
+    Args:
+        model: the model.
+        compile: whether to; `auto` does on a GPU, and goes on without where it cannot be.
+    """
+
+    def __init__(self, model: PreTrainedModel, compile: bool | Literal["auto"]) -> None:
+        self._forward = ModelForward(model)
+        self._must = compile is True
+        self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.compilations: list[str] = []
+        """Why code was compiled, each time it was."""
+        self._compiled_graphs = 0
+        self.uncompiled_reason: str | None = None
+        if compile is True or (compile == "auto" and model.device.type == "cuda"):
+            run = types.MethodType(_own_copy(cast(types.FunctionType, type(self)._run)), self)
+            self._compiled = torch.compile(run, backend=self._count, fullgraph=True)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits `[B, 1, V]` behind tokens `[B, 1]` at positions `[B, 1]`, both int64.
+
+        Raises:
+            CompileError: the forward cannot be compiled, and must be.
+        """
+        if self._compiled is None:
+            return self._run(tokens, positions)
+        tokens, positions = tokens.contiguous(), positions.contiguous()
+        if len(tokens) > 1:
+            for given in (tokens, positions):
+                torch._dynamo.maybe_mark_dynamic(given, 0)
+        try:
+            logits = self._compiled(tokens, positions)
+        except COMPILE_FAILURES as error:
+            reason = f"the model's forward cannot be compiled: {_first_line(error)}"
+            if self._must:
+                raise CompileError(f"{reason}; set compile='auto' or False to run it as it is") from error
+            self._compiled, self.uncompiled_reason = None, reason
+            logger.warning("decoding without compilation: %s", reason)
+            return self._run(tokens, positions)
+        if self._compiled_graphs > len(self.compilations):
+            self.compilations.append(last_recompile_reason() or "the first run")
+        return logits
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self._forward(tokens, positions, PassingCache())
+
+    def _count(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled = inductor(graph, inputs)
+        self._compiled_graphs += 1
+        return compiled
+
+
+def _own_copy(function: types.FunctionType) -> types.FunctionType:
+    """The function with code of its own: what is compiled is kept with the code, and for so many variants only."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # the compiler's own error says little but that there was one
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
