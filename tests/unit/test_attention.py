@@ -97,12 +97,14 @@ def paged(
     table = torch.zeros(len(lengths), max(counts) + kwargs.get("spare", 0), dtype=torch.int32)
     for row, (own, ks, vs) in enumerate(zip(pages, key.split(lengths), value.split(lengths), strict=True)):
         table[row, : len(own)] = own
-        for position in range(len(ks)):
+        for position in range(len(ks) - 1):
             place = own[position // page_size], position % page_size
             keys[place], values[place] = ks[position], vs[position]
-    layout = PagedLayout(table, torch.tensor(lengths), max(lengths) + kwargs.get("bound", 0))
     last = torch.tensor(lengths).cumsum(0) - 1
-    return ReferenceAttention().paged(query[last], keys, values, layout, shape.traits, sinks)
+    position = torch.tensor(lengths) - 1
+    index = table[torch.arange(len(lengths)), position // page_size] * page_size + position % page_size
+    layout = PagedLayout(table, torch.tensor(lengths), index.long(), max(lengths) + kwargs.get("bound", 0))
+    return ReferenceAttention().paged(query[last], key[last], value[last], keys, values, layout, shape.traits, sinks)
 
 
 def last_of(lengths, packed: Tensor) -> Tensor:
@@ -158,12 +160,12 @@ def test_masks_are_made_once_for_each_window():
     """Guards against layers with and without a window that share the mask of the first of them."""
     full, windowed = Shape(kv_heads=2), Shape(kv_heads=2, window=3)
     query, key, value, _ = full.tensors(8)
-    layout = PagedLayout(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([8]), 8)
+    layout = PagedLayout(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([8]), torch.tensor([11]), 8)
     keys = torch.cat([torch.zeros(4, 2, 8), key]).view(3, 4, 2, 8)
     values = torch.cat([torch.zeros(4, 2, 8), value]).view(3, 4, 2, 8)
     backend = ReferenceAttention()
     for shape in (full, windowed, full, windowed):
-        ours = backend.paged(query[-1:], keys, values, layout, shape.traits, None)
+        ours = backend.paged(query[-1:], key[-1:], value[-1:], keys, values, layout, shape.traits, None)
         close(ours[0], attend(query, key, value, shape, None)[-1])
     assert len(layout.masks) == 2
 

@@ -39,17 +39,21 @@ class AttentionBackend(Protocol):
     def paged(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         keys: Tensor,
         values: Tensor,
         layout: PagedLayout,
         traits: AttentionTraits,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one new token a row over the row's pages.
+        """Put one new token a row into the row's pages, and attend from it to all of them.
 
         Args:
             query: `[B, query_heads, key_dim]`.
-            keys: `[pages, page_size, kv_heads, key_dim]`, the new tokens already written.
+            key: `[B, kv_heads, key_dim]` of the new tokens.
+            value: `[B, kv_heads, value_dim]`.
+            keys: `[pages, page_size, kv_heads, key_dim]`.
             values: the same with `value_dim`.
             layout: pages and lengths of the rows.
             traits: scale, window, soft-cap.
@@ -58,11 +62,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend of a device."""
+def choose_backend(device: torch.device, heads: int) -> AttentionBackend:
+    """The fastest backend of a device, for decode steps of up to so many pairs of a row and a KV head."""
     if device.type == "cuda":
         # Triton is not there on every platform that runs the reference.
         from liveroll.attention.fast import GpuAttention
 
-        return GpuAttention()
+        return GpuAttention(device, heads)
     return ReferenceAttention()

@@ -47,14 +47,12 @@ class PagedCall:
         backend: does it.
         storage: the pages.
         layout: pages and lengths of the rows.
-        index: `[B]` int64 storage rows of the new tokens.
     """
 
-    def __init__(self, backend: AttentionBackend, storage: PagedStorage, layout: PagedLayout, index: Tensor) -> None:
+    def __init__(self, backend: AttentionBackend, storage: PagedStorage, layout: PagedLayout) -> None:
         self._backend = backend
         self._storage = storage
         self._layout = layout
-        self._index = index
 
     def attend(
         self,
@@ -66,6 +64,6 @@ class PagedCall:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention over `[B, 1, heads, dim]`."""
-        self._storage.write(layer, self._index, key[:, 0], value[:, 0])
         keys, values = self._storage.keys[layer], self._storage.values[layer]
-        return self._backend.paged(query[:, 0], keys, values, self._layout, traits, sinks)[:, None]
+        rows = self._backend.paged(query[:, 0], key[:, 0], value[:, 0], keys, values, self._layout, traits, sinks)
+        return rows[:, None]

@@ -13,10 +13,16 @@ from liveroll.model.versions import varlen_attention
 
 
 class GpuAttention:
-    """An `AttentionBackend` of kernels; a form that has none for some layer is the reference's."""
+    """An `AttentionBackend` of kernels; a form that has none for some layer is the reference's.
 
-    def __init__(self) -> None:
+    Args:
+        device: the GPU.
+        heads: most pairs of a row and a KV head in one decode step.
+    """
+
+    def __init__(self, device: torch.device, heads: int) -> None:
         self._reference = ReferenceAttention()
+        self._arrived = torch.zeros(heads, dtype=torch.int32, device=device)
 
     def packed(
         self,
@@ -49,6 +55,8 @@ class GpuAttention:
     def paged(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         keys: Tensor,
         values: Tensor,
         layout: PagedLayout,
@@ -58,10 +66,14 @@ class GpuAttention:
         """See `AttentionBackend.paged`."""
         return paged_attention(
             query,
+            key,
+            value,
             keys,
             values,
             layout.block_table,
             layout.lengths,
+            layout.index,
+            self._arrived,
             longest=layout.longest,
             scale=traits.scale,
             window=traits.window,

@@ -53,12 +53,14 @@ class PagedLayout:
     Attributes:
         block_table: `[B, P]` int32 pages of each row.
         lengths: `[B]` int64 keys of each row, the new token included.
+        index: `[B]` int64 storage rows that the new tokens go to.
         longest: no row has more keys than this.
         masks: a backend's masks by window, made once for all layers of a forward.
     """
 
     block_table: Tensor
     lengths: Tensor
+    index: Tensor
     longest: int
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 

@@ -42,6 +42,8 @@ class ReferenceAttention:
     def paged(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         keys: Tensor,
         values: Tensor,
         layout: PagedLayout,
@@ -49,6 +51,8 @@ class ReferenceAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.paged`."""
+        for stored, given in ((keys, key), (values, value)):
+            stored.flatten(0, 1).index_copy_(0, layout.index, given.to(stored.dtype))
         rows, size = len(query), keys.shape[1]
         pages = layout.pages(size)
 
@@ -62,8 +66,7 @@ class ReferenceAttention:
             # What an earlier owner of a page left behind may be NaN or infinite, which no mask can hide.
             return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:]).masked_fill_(beyond, 0)
 
-        key, value = gather(keys), gather(values)
-        return _attend(query[:, None], key, value, layout.masks[traits.window], traits, sinks)[:, 0]
+        return _attend(query[:, None], gather(keys), gather(values), layout.masks[traits.window], traits, sinks)[:, 0]
 
 
 def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:

@@ -203,7 +203,7 @@ class Decoder:
         self._state = RowState(
             slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
         )
-        self._backend = choose_backend(device)
+        self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
         self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)

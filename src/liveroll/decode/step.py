@@ -47,7 +47,7 @@ def decode(
     live = numbers[:, Column.REMAINING] > 0
     index = table.gather(1, page[:, None])[:, 0].long() * storage.page_size + position % storage.page_size
     index = torch.where(live, index, 0)
-    layout = PagedLayout(table, torch.where(live, position + 1, 1), longest)
-    with interface.bound(PagedCall(backend, storage, layout, index)):
+    layout = PagedLayout(table, torch.where(live, position + 1, 1), index, longest)
+    with interface.bound(PagedCall(backend, storage, layout)):
         logits = forward(numbers[:, :1], position[:, None])
     return advance(state, slots, logits[:, -1], variant)

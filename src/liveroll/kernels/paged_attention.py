@@ -1,8 +1,9 @@
 """Decode attention over pages: grouped queries, split over the keys of each row.
 
 One program takes one row, one KV head and one split of the row's keys, with an online softmax (Milakov and
-Gimelshein 2018, arXiv:1805.02867); splits are merged by their log-sum-exp (flash-decoding, Dao et al. 2023). A row's
-keys are cut by its own length, so a short row beside a long one costs what it has.
+Gimelshein 2018, arXiv:1805.02867); splits are merged by their log-sum-exp (flash-decoding, Dao et al. 2023), by the
+program of the row that comes last. A row's keys are cut by its own length, so a short row beside a long one costs
+what it has. The program of the last keys puts the new token into its page.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _attend(
-    query, keys, values, table, lengths, sinks, output, partial, weight,
-    scale, softcap, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row,
+    query, key, value, keys, values, table, lengths, index, sinks, output, partial, weight, arrived,
+    scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
+    k_page, k_token, k_head, v_page, v_token, v_head, table_row,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, K_DIM: tl.constexpr, K_DIM_P: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
@@ -39,6 +41,7 @@ def _attend(
     if low >= end:
         return
     high = tl.minimum(low + chunk, end)
+    has_new = high == end
 
     g = tl.arange(0, GROUP_P)
     kd, vd, t = tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P), tl.arange(0, BLOCK)
@@ -47,17 +50,35 @@ def _attend(
         query + row * q_row + (head * GROUP + g)[:, None] * q_head + kd[None, :],
         mask=in_group[:, None] & in_k[None, :], other=0.0,
     )  # fmt: skip
-    top = tl.full([GROUP_P], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_P], tl.float32)
+    k_new = tl.load(key + row * kn_row + head * kn_head + kd, mask=in_k, other=0.0).to(keys.dtype.element_ty)
+    v_new = tl.load(value + row * vn_row + head * vn_head + vd, mask=in_v, other=0.0).to(values.dtype.element_ty)
+    if has_new:
+        at = tl.load(index + row)
+        page, offset = at // PAGE, at % PAGE
+        tl.store(keys + page * k_page + offset * k_token + head * k_head + kd, k_new, mask=in_k)
+        tl.store(values + page * v_page + offset * v_token + head * v_head + vd, v_new, mask=in_v)
+
+    # The new token comes from where the model put it, so nobody waits for its page to be written.
+    score_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    if SOFTCAP:
+        score_new = softcap * (2.0 * tl.sigmoid(2.0 * score_new / softcap) - 1.0)
+    # Finite where there is no key yet: the difference of two infinities is not a number.
+    top = tl.where(has_new, score_new * _LOG2_E, -1e30)
+    total = tl.where(has_new, tl.full([GROUP_P], 1.0, tl.float32), 0.0)
+    acc = total[:, None] * v_new.to(tl.float32)[None, :]
     if SINKS:
         # A sink is a key without a value; the first split has it.
-        sink = tl.load(sinks + head * GROUP + g, mask=in_group, other=0.0).to(tl.float32) * _LOG2_E
-        top = tl.where(split == 0, sink, top)
-        total = tl.where(split == 0, 1.0, total)
-    acc = tl.zeros([GROUP_P, V_DIM_P], tl.float32)
-    for at in range(low, high, BLOCK):
-        position = at + t
-        inside = position < high
+        sink = tl.load(sinks + head * GROUP + g, mask=g < tl.where(split == 0, GROUP, 0), other=float("-inf")).to(
+            tl.float32
+        )
+        higher = tl.maximum(top, sink * _LOG2_E)
+        decay = tl.exp2(top - higher)
+        total = total * decay + tl.exp2(sink * _LOG2_E - higher)
+        acc = acc * decay[:, None]
+        top = higher
+    for begin in range(low, tl.minimum(high, end - 1), BLOCK):
+        position = begin + t
+        inside = (position < high) & (position < end - 1)
         page = tl.load(table + row * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
         offset = position % PAGE
         k = tl.load(
@@ -82,43 +103,48 @@ def _attend(
     result = acc / total[:, None]
     at_head = row * HEADS * GROUP + head * GROUP + g
     stored = in_group[:, None] & in_v[None, :]
+    to = output + at_head[:, None] * V_DIM + vd[None, :]
     if count <= chunk:
-        tl.store(output + at_head[:, None] * V_DIM + vd[None, :], result.to(output.dtype.element_ty), mask=stored)
-    else:
-        at_split = at_head * SPLITS + split
-        tl.store(partial + at_split[:, None] * V_DIM + vd[None, :], result, mask=stored)
-        tl.store(weight + at_split, top + tl.log2(total), mask=in_group)
-
-
-@triton.jit
-def _merge(
-    lengths, output, partial, weight,
-    WINDOW: tl.constexpr, V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, QUERY_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
-    end = tl.load(lengths + row).to(tl.int32)
-    start = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
-    count = end - start
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK, LEAST)
-    if count <= chunk:
+        tl.store(to, result.to(output.dtype.element_ty), mask=stored)
         return
-    s, d = tl.arange(0, SPLITS), tl.arange(0, V_DIM_P)
-    used = s * chunk < count
-    at = (row * QUERY_HEADS + head) * SPLITS + s
-    w = tl.load(weight + at, mask=used, other=float("-inf"))
-    w = tl.exp2(w - tl.max(w, 0))
-    part = tl.load(partial + at[:, None] * V_DIM + d[None, :], mask=used[:, None] & (d < V_DIM)[None, :], other=0.0)
-    result = tl.sum(part * w[:, None], 0) / tl.sum(w, 0)
-    tl.store(output + (row * QUERY_HEADS + head) * V_DIM + d, result.to(output.dtype.element_ty), mask=d < V_DIM)
+    at_split = at_head * SPLITS + split
+    tl.store(partial + at_split[:, None] * V_DIM + vd[None, :], result, mask=stored)
+    tl.store(weight + at_split, top + tl.log2(total), mask=in_group)
+    tl.debug_barrier()
+    used = tl.cdiv(count, chunk)
+    if tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel") < used - 1:
+        return
+    tl.store(arrived + row * HEADS + head, 0)
+    s = tl.arange(0, SPLITS)
+    weights = tl.load(
+        weight + (at_head * SPLITS)[:, None] + s[None, :],
+        mask=in_group[:, None] & (s < used)[None, :], other=float("-inf"), cache_modifier=".cg",
+    )  # fmt: skip
+    top = tl.where(in_group, tl.max(weights, 1), 0.0)
+    total = tl.where(in_group, tl.sum(tl.exp2(weights - top[:, None]), 1), 1.0)
+    acc = tl.zeros([GROUP_P, V_DIM_P], tl.float32)
+    for other in tl.static_range(SPLITS):
+        at_split = at_head * SPLITS + other
+        there = in_group & (tl.full([GROUP_P], other, tl.int32) < used)
+        w = tl.load(weight + at_split, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial + at_split[:, None] * V_DIM + vd[None, :],
+            mask=there[:, None] & in_v[None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        acc += part * tl.exp2(w - top)[:, None]
+    tl.store(to, (acc / total[:, None]).to(output.dtype.element_ty), mask=stored)
 
 
 def paged_attention(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
     table: Tensor,
     lengths: Tensor,
+    index: Tensor,
+    arrived: Tensor,
     *,
     longest: int,
     scale: float,
@@ -126,15 +152,19 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one new token a row over the row's pages.
+    """Put one new token a row into the row's pages, and attend from it to all of them.
 
     Args:
         query: `[B, query_heads, key_dim]` fp32, fp16 or bf16, the last dimension contiguous.
-        keys: `[pages, page_size, kv_heads, key_dim]` of the same dtype.
+        key: `[B, kv_heads, key_dim]` of the new tokens, likewise.
+        value: `[B, kv_heads, value_dim]`, likewise.
+        keys: `[pages, page_size, kv_heads, key_dim]` of the query's dtype.
         values: `[pages, page_size, kv_heads, value_dim]`.
         table: `[B, P]` int32 pages of each row.
-        lengths: `[B]` int64 keys of each row, at least 1.
-        longest: an upper bound of them; only the number of splits depends on it.
+        lengths: `[B]` int64 keys of each row, the new one included.
+        index: `[B]` int64, page × page_size + offset of each new token.
+        arrived: int32 zeros, at least B × kv_heads; zeros again afterwards.
+        longest: an upper bound of the lengths; only the number of splits depends on it.
         scale: factor of the scores.
         window: keys that a token sees, itself included, or None for all.
         softcap: bound of the scores, or None.
@@ -153,21 +183,17 @@ def paged_attention(
     partials = rows * query_heads * splits if splits > 1 else 0
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(partials, dtype=torch.float32, device=query.device)
-    shared = {"WINDOW": window or 0, "BLOCK": _BLOCK, "LEAST": _LEAST_CHUNK, "SPLITS": splits}
     # A matrix product sums over 16 elements at least.
     key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     _attend[(rows, heads, splits)](
-        query, keys, values, table, lengths, query if sinks is None else sinks, output, partial, weight,
-        scale, softcap or 0.0, query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3],
-        table.stride(0), SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
+        output, partial, weight, arrived, scale, softcap or 0.0,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        table.stride(0), WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-        HEADS=heads, PAGE=page_size, num_warps=4, num_stages=3 if query.dtype != torch.float32 else 1, **shared,
+        HEADS=heads, PAGE=page_size, BLOCK=_BLOCK, LEAST=_LEAST_CHUNK, SPLITS=splits,
+        num_warps=4, num_stages=3 if query.dtype != torch.float32 else 1,
     )  # fmt: skip
-    if splits > 1:
-        _merge[(rows, query_heads)](
-            lengths, output, partial, weight, V_DIM=value_dim, V_DIM_P=value_dim_p, QUERY_HEADS=query_heads,
-            num_warps=4, **shared,
-        )  # fmt: skip
     return output
