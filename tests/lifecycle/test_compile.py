@@ -71,6 +71,19 @@ def test_a_recompilation_is_named():
 
 
 @pytest.mark.usefixtures("traced")
+def test_a_single_row_has_code_of_its_own():
+    """Guards against strides of a single row that differ from step to step, each with code of its own."""
+    model = zoo.build("qwen2")
+    engine = engine_of(model)
+    check(engine, model, 4)
+    check(engine, model, 1)
+    assert len(engine.compilations) == 2
+    engine.release()
+    check(engine, model, 1)
+    assert len(engine.compilations) == 2
+
+
+@pytest.mark.usefixtures("traced")
 def test_many_engines_compile():
     """Guards against the limit of compiled variants that torch keeps of one function, shared by all engines."""
     model = zoo.build("llama")
