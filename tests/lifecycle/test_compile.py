@@ -72,7 +72,7 @@ def test_a_recompilation_is_named():
 
 @pytest.mark.usefixtures("traced")
 def test_a_single_row_has_code_of_its_own():
-    """Guards against strides of a single row that differ from step to step, each with code of its own."""
+    """Guards against code that knows the pages it ran over, and is compiled again once there are others."""
     model = zoo.build("qwen2")
     engine = engine_of(model)
     check(engine, model, 4)

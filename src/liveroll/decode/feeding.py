@@ -51,8 +51,7 @@ class DecodeForward:
         """
         if self._compiled is None:
             return self._run(tokens, positions)
-        # A column of a single row counts as contiguous whatever its strides, on which compiled code depends.
-        tokens, positions = (x.clone(memory_format=torch.contiguous_format) for x in (tokens, positions))
+        tokens, positions = tokens.contiguous(), positions.contiguous()
         if len(tokens) > 1:
             for given in (tokens, positions):
                 torch._dynamo.maybe_mark_dynamic(given, 0)
