@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
         UnsupportedModelError,
     )
+    from liveroll.planning.buckets import Bucket, plan_buckets
+    from liveroll.planning.costs import CostModel
+    from liveroll.planning.geometry import ModelGeometry
     from liveroll.sampling_config import SamplingConfig
     from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
@@ -37,6 +40,10 @@ _HOMES = {
     "RolloutMemory": "types",
     "RolloutRequest": "types",
     "RolloutStats": "types",
+    "Bucket": "planning.buckets",
+    "plan_buckets": "planning.buckets",
+    "CostModel": "planning.costs",
+    "ModelGeometry": "planning.geometry",
     "CaptureError": "errors",
     "CompileError": "errors",
     "ConfigError": "errors",
@@ -51,14 +58,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Bucket",
     "CaptureError",
     "CompileError",
     "Completion",
     "ConfigError",
+    "CostModel",
     "EngineStateError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",
+    "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
     "ResolvedSampling",
@@ -71,6 +81,7 @@ __all__ = [
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "plan_buckets",
 ]
 
 

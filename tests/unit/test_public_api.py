@@ -18,14 +18,17 @@ PACKAGE = Path(liveroll.__file__).parent
 DECIDING = sorted(path for room in ("scheduling", "planning") for path in (PACKAGE / room).rglob("*.py"))
 
 PUBLIC = {
+    "Bucket",
     "CaptureError",
     "CompileError",
     "Completion",
     "ConfigError",
+    "CostModel",
     "EngineStateError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",
+    "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
     "ResolvedSampling",
@@ -38,6 +41,7 @@ PUBLIC = {
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "plan_buckets",
 }
 
 
