@@ -21,6 +21,7 @@ SECTIONS = {
     "Costs": ("planning/costs", ("CostModel",)),
     "Geometry": ("planning/geometry", ("ModelGeometry",)),
     "Buckets": ("planning/buckets", ("plan_buckets", "Bucket")),
+    "Plans": ("planning/routes", ("RoutePlan", "RouteCandidate")),
     "Errors": (
         "errors",
         (

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from liveroll.planning.buckets import Bucket, plan_buckets
     from liveroll.planning.costs import CostModel
     from liveroll.planning.geometry import ModelGeometry
+    from liveroll.planning.routes import RouteCandidate, RoutePlan
     from liveroll.sampling_config import SamplingConfig
     from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
@@ -44,6 +45,8 @@ _HOMES = {
     "plan_buckets": "planning.buckets",
     "CostModel": "planning.costs",
     "ModelGeometry": "planning.geometry",
+    "RouteCandidate": "planning.routes",
+    "RoutePlan": "planning.routes",
     "CaptureError": "errors",
     "CompileError": "errors",
     "ConfigError": "errors",
@@ -78,6 +81,8 @@ __all__ = [
     "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
+    "RouteCandidate",
+    "RoutePlan",
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",

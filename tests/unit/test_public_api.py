@@ -38,6 +38,8 @@ PUBLIC = {
     "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
+    "RouteCandidate",
+    "RoutePlan",
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",

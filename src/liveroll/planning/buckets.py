@@ -53,16 +53,16 @@ def plan_buckets(lengths: Sequence[int], cost_model: CostModel, geometry: ModelG
         return ()
     given = _checked(lengths, cost_model.max_tokens)
     order = np.argsort(given, kind="stable")
-    widths = given[order]
-    row_ms = padded_row_ms(widths, cost_model, geometry).tolist()
-    starts = _cheapest_starts(row_ms, cost_model.fixed_ms, _last_ends(widths, cost_model.max_tokens))
+    ordered = given[order]
+    row_ms = padded_row_ms(ordered, cost_model, geometry).tolist()
+    starts = _cheapest_starts(row_ms, cost_model.fixed_ms, _last_ends(ordered, cost_model.max_tokens))
+    prompts, widths = order.tolist(), ordered.tolist()
     buckets: list[Bucket] = []
     end = len(widths)
     while end:
         start = starts[end]
-        indices = tuple(np.sort(order[start:end]).tolist())
         cost = cost_model.fixed_ms + (end - start) * row_ms[end - 1]
-        buckets.append(Bucket(indices, int(widths[end - 1]), cost))
+        buckets.append(Bucket(tuple(sorted(prompts[start:end])), widths[end - 1], cost))
         end = start
     return tuple(reversed(buckets))
 
