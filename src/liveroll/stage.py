@@ -46,6 +46,7 @@ class Stage:
         self._router = router
         self._forward = ModelForward(model)
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
+        self._geometry: ModelGeometry | None = None
 
     def set_up(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
         """A scheduler and a runner for one call.
@@ -83,7 +84,7 @@ class Stage:
             prefill=PrefillRunner(self._forward, self._guard, storage, self._decoder.backend),
             scheduler=scheduler,
             variant=variant,
-            planner=self._router.planner(counted_geometry(shape, dtype)),
+            planner=self._router.planner(self._counted_geometry()),
             run_ahead=ahead,
         )
         stats.watch(scheduler, allocator, runner, self._decoder)
@@ -95,18 +96,19 @@ class Stage:
             return self._config.prefill_route == "ordinary"
         if "ordinary" not in self._config.auto_routes:
             return False
-        if self._probed is None:
+        if self._geometry is None:
             with self._guard.rollout(), self._guard.our_attention():
                 self._probe()
-        return self._router.takes_ordinary(call, self._geometry())
+        return self._router.takes_ordinary(call, self._counted_geometry())
 
     def plan(self, call: Call) -> RoutePlan:
         """The routes that a call could take, by what is known of the model's shape without a forward."""
-        return self._router.plan(call, self._geometry())
+        return self._router.plan(call, self._geometry or declared_geometry(self._model))
 
-    def _geometry(self) -> ModelGeometry:
-        known = self._probed
-        return declared_geometry(self._model) if known is None else counted_geometry(*known[1:])
+    def _counted_geometry(self) -> ModelGeometry:
+        """As the layers were seen to attend by the probe that has run."""
+        assert self._geometry is not None
+        return self._geometry
 
     def _probe(self) -> tuple[ModelShape, torch.dtype]:
         """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
@@ -118,4 +120,5 @@ class Stage:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)
             self._probed = (key, shape, dtype)
+            self._geometry = counted_geometry(shape, dtype)
         return self._probed[1:]
