@@ -153,6 +153,39 @@ def test_auto_routes_are_kept_to():
     assert engine(auto_routes=("packed", "bucketed")).generate(PROMPTS, GREEDY).stats.route == "packed"
 
 
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, dimensions, bytes
+
+
+@pytest.mark.parametrize(
+    ("setting", "least", "reason"),
+    [
+        ("max_length", 32, "RolloutConfig.max_length"),
+        ("kv_tokens", 5 * 31, "KV memory"),
+        ("kv_bytes", 5 * 31 * TOKEN_BYTES, "KV memory"),
+        ("prefill_max_tokens", 5 * 20, "token positions"),
+        ("max_slots", 5, "slots"),
+        ("max_position_embeddings", 32, "max_position_embeddings"),
+    ],
+)
+def test_a_call_goes_to_generate_only_where_it_fits(setting, least, reason):
+    """Guards against a limit of the configuration, or of the model, that the padded batch does not keep to."""
+    # Each row fits by itself: the longest prompt has 20 tokens and a budget of 2, and the others are shorter.
+    sampling = [SamplingConfig(max_new_tokens=budget) for budget in (12, 12, 12, 12, 2)]
+    for value in (least, least - 1):
+        of_model = setting == "max_position_embeddings"
+        model = zoo.build("llama", **{setting: value}) if of_model else MODEL
+        rollouts = engine(model, **({} if of_model else {setting: value}))
+        plan = rollouts.plan(PROMPTS, sampling)
+        obstacle = next(candidate.obstacle for candidate in plan.candidates if candidate.route == "ordinary")
+        batch = rollouts.generate(PROMPTS, sampling)
+        assert batch.stats.route == plan.route
+        if value == least:
+            assert (plan.route, obstacle) == ("ordinary", None)
+        else:
+            assert plan.route == "packed"
+            assert reason in obstacle
+
+
 def test_a_stream_takes_the_planned_route():
     """Guards against streams that follow the configuration and not the plan."""
     for route, costs in CHOICES.items():

@@ -220,6 +220,12 @@ def test_equal_costs_take_the_first_route():
         assert plan.route == "packed"
 
 
+def test_a_bound_is_not_above_what_it_bounds():
+    """Guards against buckets that are passed over, though cheaper than packed, since a limit was counted twice."""
+    costs = CostModel(fixed_ms=10.0, packed_fixed_ms=15.0, max_tokens=40)
+    assert PrefillPlanner(PAGED_ROUTES, costs, GEOMETRY).plan([10] * 4).route == "bucketed"
+
+
 def test_contexts_over_the_limit_are_prefilled_alone():
     """Guards against a preempted row, longer than any prompt may be, that is refused or padded to by others."""
     costs = CostModel(max_tokens=20, fixed_ms=1e6)
