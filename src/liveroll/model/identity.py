@@ -80,6 +80,7 @@ def describe_origin(model: PreTrainedModel, config: RolloutConfig, ranks: int) -
         padded_attention=AttentionSwitch(model).name,
         packed_attention=type(choose_backend(model.device)).__name__,
         capture=config.capture is not False,
+        compile=config.compile is True or (config.compile == "auto" and model.device.type == "cuda"),
         liveroll=liveroll.__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,

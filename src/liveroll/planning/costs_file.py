@@ -32,6 +32,7 @@ class CostsOrigin:
         padded_attention: the model's own attention implementation.
         packed_attention: the backend of packed prefill and of decode.
         capture: whether decode steps are captured.
+        compile: whether their forward is compiled.
         liveroll: its version, and so on.
         torch: version.
         transformers: version.
@@ -48,6 +49,7 @@ class CostsOrigin:
     padded_attention: str
     packed_attention: str
     capture: bool
+    compile: bool
     liveroll: str
     torch: str
     transformers: str
