@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import liveroll
-from liveroll.attention.backend import choose_backend
+from liveroll.attention.backend import name_backend
 from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError
 from liveroll.model.geometry import ModelShape
@@ -78,7 +78,7 @@ def describe_origin(model: PreTrainedModel, config: RolloutConfig, ranks: int) -
         dtype=str(model.dtype).removeprefix("torch."),
         device=_device_name(model.device),
         padded_attention=AttentionSwitch(model).name,
-        packed_attention=type(choose_backend(model.device)).__name__,
+        packed_attention=name_backend(model.device),
         capture=config.capture is not False,
         compile=config.compile is True or (config.compile == "auto" and model.device.type == "cuda"),
         liveroll=liveroll.__version__,
