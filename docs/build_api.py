@@ -18,6 +18,10 @@ SECTIONS = {
         "types",
         ("RolloutRequest", "RolloutBatch", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
     ),
+    "Costs": ("planning/costs", ("CostModel",)),
+    "Geometry": ("planning/geometry", ("ModelGeometry",)),
+    "Buckets": ("planning/buckets", ("plan_buckets", "Bucket")),
+    "Plans": ("planning/routes", ("RoutePlan", "RouteCandidate")),
     "Errors": (
         "errors",
         (
@@ -46,11 +50,17 @@ def build_page() -> str:
     parts = [INTRODUCTION]
     for section, (module, names) in SECTIONS.items():
         source = (PACKAGE / f"{module}.py").read_text("utf-8")
-        tree = ast.parse(source)
-        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        found = {node.name: node for node in nodes}
         parts.append(f"## {section}\n")
-        parts.extend(_class(classes[name], source) for name in names)
+        parts.extend(_entry(found[name], source) for name in names)
     return "\n".join(parts)
+
+
+def _entry(node: ast.ClassDef | ast.FunctionDef, source: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        return _class(node, source)
+    return f"### `{node.name}`\n\n```python\n{node.name}{_signature(node)}\n```\n\n{_prose(node)}"
 
 
 def _class(node: ast.ClassDef, source: str) -> str:

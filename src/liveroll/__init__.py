@@ -22,6 +22,10 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
         UnsupportedModelError,
     )
+    from liveroll.planning.buckets import Bucket, plan_buckets
+    from liveroll.planning.costs import CostModel
+    from liveroll.planning.geometry import ModelGeometry
+    from liveroll.planning.routes import RouteCandidate, RoutePlan
     from liveroll.sampling_config import SamplingConfig
     from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
@@ -37,6 +41,12 @@ _HOMES = {
     "RolloutMemory": "types",
     "RolloutRequest": "types",
     "RolloutStats": "types",
+    "Bucket": "planning.buckets",
+    "plan_buckets": "planning.buckets",
+    "CostModel": "planning.costs",
+    "ModelGeometry": "planning.geometry",
+    "RouteCandidate": "planning.routes",
+    "RoutePlan": "planning.routes",
     "CaptureError": "errors",
     "CompileError": "errors",
     "ConfigError": "errors",
@@ -51,14 +61,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Bucket",
     "CaptureError",
     "CompileError",
     "Completion",
     "ConfigError",
+    "CostModel",
     "EngineStateError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",
+    "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
     "ResolvedSampling",
@@ -68,9 +81,12 @@ __all__ = [
     "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
+    "RouteCandidate",
+    "RoutePlan",
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "plan_buckets",
 ]
 
 

@@ -71,6 +71,7 @@ def make_call(
     sampling: tuple[ResolvedSampling, ...],
     *,
     config: RolloutConfig,
+    max_tokens: int | None,
     max_positions: int | None,
     seed: int,
     tokenizer: Any,
@@ -81,19 +82,21 @@ def make_call(
         prompts: the prompts.
         sampling: resolved settings of each.
         config: the engine's.
+        max_tokens: tokens in one prefill forward: `prefill_max_tokens`, or less where the costs allow less.
         max_positions: longest sequence the model allows, or None.
         seed: for prompts whose settings give none.
         tokenizer: needed where there are stop strings.
 
     Raises:
-        PrefillLimitError: a prompt is longer than `prefill_max_tokens`.
+        PrefillLimitError: a prompt is longer than `max_tokens`.
         PromptError: a prompt and its budget are longer than the model or `max_length` allow.
     """
     for index, (prompt, settings) in enumerate(zip(prompts.prompts, sampling, strict=True)):
         length = len(prompt)
-        if config.prefill_max_tokens is not None and length > config.prefill_max_tokens:
+        if max_tokens is not None and length > max_tokens:
+            name = "prefill_max_tokens" if max_tokens == config.prefill_max_tokens else "max_tokens of its costs"
             raise PrefillLimitError(
-                f"prompt {index} has {length} tokens and prefill_max_tokens is {config.prefill_max_tokens}; "
+                f"prompt {index} has {length} tokens and {name} is {max_tokens}; "
                 "shorten it, or raise the limit (None removes it)"
             )
         check_room(index, length, settings.max_new_tokens, max_positions, "the model's max_position_embeddings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import traceback
 from importlib.metadata import version as version_of
@@ -71,7 +72,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="String that ends a response; repeatable.")] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Write each token's log-probability.")] = False,
     slots: Annotated[int, typer.Option(help="Rows that decode side by side, at most.")] = 32,
-    route: Annotated[str, typer.Option(help="packed, equal_width, per_prompt or ordinary.")] = "packed",
+    route: Annotated[str, typer.Option(help="packed, bucketed, equal_width, per_prompt, ordinary or auto.")] = "packed",
+    costs: Annotated[Path | None, typer.Option(help="File of measured costs that auto and bucketed go by.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, or a torch device such as cuda:1.")] = "auto",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Pass over bad lines.")] = False,
@@ -100,6 +102,7 @@ def generate(
         sampling=sampling,
         slots=slots,
         route=route,
+        costs=costs,
         dtype=dtype,
         device=device,
         skip_bad=skip_bad,
@@ -112,6 +115,41 @@ def generate(
         console.print("interrupted; the same command, without --overwrite, goes on from here")
         raise typer.Exit(130) from None
     console.print(f"{out}: {summary}", markup=False, highlight=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or id of a model on the Hub.")],
+    prompts: Annotated[Path | None, typer.Option(help="File of prompts, as generate reads it.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Instead: tokens of each prompt, such as 16,16,512.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="File of measured costs; the defaults without one.")] = None,
+    max_slots: Annotated[int, typer.Option(help="Rows that decode side by side, at most.")] = 32,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None,
+    n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 1,
+    route: Annotated[str, typer.Option(help="The configured route.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, or a torch device such as cuda:1.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Explain how a call would be routed and what each route is estimated to cost, without running it."""
+    from liveroll.tools.plan import PlanOptions, describe_plan, run_plan, show_plan
+
+    options = PlanOptions(
+        model=model,
+        prompts=prompts,
+        lengths=lengths,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens, n=n, seed=0),
+        costs=costs,
+        max_slots=max_slots,
+        route=route,
+        dtype=dtype,
+        device=device,
+    )
+    made = run_plan(options)
+    if as_json:
+        typer.echo(json.dumps(describe_plan(made)))
+    else:
+        show_plan(made, Console())
 
 
 @app.command()

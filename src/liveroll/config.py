@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from liveroll.config_checks import check_choice, check_flag, check_number, check_whole, naming_unknown_options
+from liveroll.config_checks import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_tuple,
+    check_whole,
+    naming_unknown_options,
+)
 from liveroll.errors import ConfigError
+from liveroll.planning.costs import CostModel
 
-PrefillRoute = Literal["packed", "equal_width", "per_prompt", "ordinary"]
+Route = Literal["packed", "bucketed", "equal_width", "per_prompt", "ordinary"]
+PrefillRoute = Literal[Route, "auto"]
 Fallback = Literal["error", "generate"]
 
 
@@ -27,9 +37,15 @@ class RolloutConfig:
             of the three is given. Never more is taken than `max_slots` rows of full length need.
         page_size: tokens in one page of KV cache.
         prefill_route: how admitted prompts are prefilled. `packed`: one forward without padding. `equal_width`:
-            one left-padded forward with the model's own attention and mask. `per_prompt`: one forward each.
-            `ordinary`: the padded batch goes to `model.generate`.
-        prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit.
+            one left-padded forward with the model's own attention and mask. `bucketed`: the left-padded forwards
+            that `plan_buckets` finds. `per_prompt`: one forward each. `ordinary`: the padded batch goes to
+            `model.generate`. `auto`: the cheapest of `auto_routes` by `costs`, for the call and for every refill.
+        auto_routes: the routes that `auto` may take. `ordinary` is taken only by calls that fit it whole, so there
+            must be another.
+        costs: what forwards and decode steps take: a `CostModel`, a file of costs measured with this model and
+            device, or None for the defaults of `CostModel`.
+        prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit. Where
+            `costs` are given, the smaller of this and their `max_tokens` holds.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;
             `generate` hands the call to `model.generate` and says why in the stats.
         training_mode: the mode the model generates in; False is `model.eval()`, True `model.train()`, and None
@@ -57,6 +73,8 @@ class RolloutConfig:
     kv_fraction: float | None = None
     page_size: int = 16
     prefill_route: PrefillRoute = "packed"
+    auto_routes: tuple[Route, ...] = get_args(Route)
+    costs: CostModel | Path | str | None = None
     prefill_max_tokens: int | None = 65536
     fallback: Fallback = "error"
     training_mode: bool | None = False
@@ -75,6 +93,11 @@ class RolloutConfig:
         check_number(self, "kv_fraction", low=0.0, high=1.0, low_open=True, optional=True)
         check_whole(self, "page_size", low=1)
         check_choice(self, "prefill_route", get_args(PrefillRoute))
+        _check_auto_routes(self)
+        if isinstance(self.costs, str) and self.costs:
+            object.__setattr__(self, "costs", Path(self.costs))
+        if self.costs is not None and not isinstance(self.costs, CostModel | Path):
+            raise ConfigError(f"RolloutConfig.costs must be a CostModel, a path or None, not {self.costs!r}")
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
@@ -99,3 +122,20 @@ def check_config(config: Any) -> RolloutConfig:
     if config is not None and not isinstance(config, RolloutConfig):
         raise ConfigError(f"config must be a RolloutConfig, not a {type(config).__name__}")
     return config or RolloutConfig()
+
+
+def _check_auto_routes(config: RolloutConfig) -> None:
+    known = get_args(Route)
+    given = check_tuple(config, "auto_routes", str)
+    object.__setattr__(config, "auto_routes", given)
+    if not given or len(set(given)) < len(given) or not set(given) <= set(known):
+        raise ConfigError(f"RolloutConfig.auto_routes must be different ones of {', '.join(known)}, not {given!r}")
+    if given == ("ordinary",):
+        raise ConfigError(
+            "RolloutConfig.auto_routes holds ordinary alone, which not every call fits; add another route"
+        )
+    if set(given) < set(known) and config.prefill_route != "auto":
+        raise ConfigError(
+            "RolloutConfig.auto_routes is what prefill_route='auto' may take, and prefill_route is "
+            f"{config.prefill_route!r}; give one of the two"
+        )

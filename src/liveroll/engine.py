@@ -22,9 +22,11 @@ from liveroll.model.capability import check_model
 from liveroll.model.guard import ModelGuard
 from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
+from liveroll.planning.routes import RoutePlan
 from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
 from liveroll.results import make_batch, make_completion
+from liveroll.routing import Router
 from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
@@ -45,7 +47,7 @@ class RolloutEngine:
         tp_group: the ranks that hold shards of this model, if it is tensor-parallel: they capture together.
 
     Raises:
-        ConfigError: `config` or `tokenizer` is something else.
+        ConfigError: `config` or `tokenizer` is something else, or the file of costs was not measured for this model.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
     """
 
@@ -69,9 +71,12 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        self._intake = Intake(self._model, self.tokenizer, self.config)
+        router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
+        self.costs = router.costs
+        """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
+        self._intake = Intake(self._model, self.tokenizer, self.config, self.costs.max_tokens)
         self._decoder = Decoder(self._model, self.config, tp_group)
-        self._stage = Stage(self._model, self.config, self._guard, self._decoder)
+        self._stage = Stage(self._model, self.config, self._guard, self._decoder, router)
         self._claim: object = None
 
     def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
@@ -98,11 +103,12 @@ class RolloutEngine:
                 if self._refusal is not None:
                     raise self._refusal
                 call = self._intake.open(batch, settings)
+                ordinary = self._stage.takes_ordinary(call)
                 with (
-                    self._rollout_mode(),
+                    self._rollout_mode(ordinary),
                     completion_progress(len(call.requests), self.config.progress) as tick,
                 ):
-                    for finished in self._steps(call, stats):
+                    for finished in self._steps(call, ordinary, stats):
                         tick(finished)
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
                 self._allow_fallback(refusal)
@@ -131,9 +137,10 @@ class RolloutEngine:
             if self._refusal is not None:
                 raise self._refusal
             call = self._intake.open(*self._intake.read(prompts, sampling))
-            steps = self._steps(call, StatsRecorder())
+            ordinary = self._stage.takes_ordinary(call)
+            steps = self._steps(call, ordinary, StatsRecorder())
             while True:
-                with self._rollout_mode():
+                with self._rollout_mode(ordinary):
                     finished = next(steps, None)
                 if finished is None:
                     return
@@ -141,6 +148,25 @@ class RolloutEngine:
                     yield make_completion(request, self.tokenizer)
                     if self._claim is not claim:
                         raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
+
+    def plan(self, prompts: Prompts, sampling: Sampling | None = None) -> RoutePlan:
+        """Explain by which route `generate` would take a call, and what each route is estimated to cost.
+
+        Nothing runs and nothing changes: no forward, no seed. Until the first call has looked at the model's layers,
+        their shape is taken from the model's configuration.
+
+        Args:
+            prompts: as for `generate`.
+            sampling: as for `generate`.
+
+        Raises:
+            ConfigError: also where the model's configuration does not give the shape of its layers.
+            LiverollError: whatever `generate` raises before it runs anything.
+        """
+        with self._exclusive():
+            if self._refusal is not None:
+                raise self._refusal
+            return self._stage.plan(self._intake.draft(*self._intake.read(prompts, sampling)))
 
     @property
     def captures(self) -> int:
@@ -209,9 +235,9 @@ class RolloutEngine:
         self._claim = None
         self.shutdown()
 
-    def _steps(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
+    def _steps(self, call: Call, ordinary: bool, stats: StatsRecorder) -> Iterator[list[Request]]:
         """Run a call; after each step, the requests that it finished."""
-        if self.config.prefill_route == "ordinary":
+        if ordinary:
             yield from self._ordinary_chunks(call, stats)
             return
         scheduler, runner = self._stage.set_up(call, stats)
@@ -231,9 +257,9 @@ class RolloutEngine:
             yield chunk
 
     @contextmanager
-    def _rollout_mode(self) -> Iterator[None]:
+    def _rollout_mode(self, ordinary: bool) -> Iterator[None]:
         with self._guard.rollout():
-            if self.config.prefill_route == "ordinary":
+            if ordinary:
                 yield
             else:
                 with self._guard.our_attention():

@@ -24,12 +24,14 @@ class Intake:
         model: the model.
         tokenizer: for prompts and stop strings given as text, or None.
         config: the engine's.
+        max_tokens: tokens in one prefill forward, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, max_tokens: int | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._config = config
+        self._max_tokens = max_tokens
         self._resolver = SettingsResolver(model)
         self._calls = 0
 
@@ -45,16 +47,21 @@ class Intake:
 
     def open(self, prompts: PromptBatch, settings: Sequence[SamplingConfig]) -> Call:
         """A call with resolved settings, its lengths checked. A call that is refused uses no seed up."""
-        call = make_call(
+        call = self.draft(prompts, settings)
+        self._calls += 1
+        return call
+
+    def draft(self, prompts: PromptBatch, settings: Sequence[SamplingConfig]) -> Call:
+        """The call that `open` would make. It uses no seed up, so it is not to be run."""
+        return make_call(
             prompts,
             self._resolver.resolve(settings, prompts, padding_token(self._model, self._tokenizer)),
             config=self._config,
+            max_tokens=self._max_tokens,
             max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
             seed=call_seed(self._config.seed, self._calls + 1),
             tokenizer=self._tokenizer,
         )
-        self._calls += 1
-        return call
 
     def next_seed(self) -> int:
         """A seed for a call that is handed on without being opened."""

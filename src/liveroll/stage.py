@@ -14,8 +14,12 @@ from liveroll.model.capability import check_shape
 from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
+from liveroll.model.identity import counted_geometry, declared_geometry
 from liveroll.model.probe import probe
+from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.routes import RoutePlan
 from liveroll.prefill.runner import PrefillRunner
+from liveroll.routing import Router
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.scheduler import Scheduler
 from liveroll.stats import StatsRecorder
@@ -29,15 +33,20 @@ class Stage:
         config: the engine's.
         guard: has the model in rollout mode while a call is set up and run.
         decoder: KV pages, running batch and captured steps.
+        router: plans prefills.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RolloutConfig, guard: ModelGuard, decoder: Decoder) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: RolloutConfig, guard: ModelGuard, decoder: Decoder, router: Router
+    ) -> None:
         self._model = model
         self._config = config
         self._guard = guard
         self._decoder = decoder
+        self._router = router
         self._forward = ModelForward(model)
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
+        self._geometry: ModelGeometry | None = None
 
     def set_up(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
         """A scheduler and a runner for one call.
@@ -75,12 +84,31 @@ class Stage:
             prefill=PrefillRunner(self._forward, self._guard, storage, self._decoder.backend),
             scheduler=scheduler,
             variant=variant,
-            route=self._config.prefill_route,
-            max_tokens=self._config.prefill_max_tokens,
+            planner=self._router.planner(self._counted_geometry()),
             run_ahead=ahead,
         )
-        stats.watch(self._config.prefill_route, scheduler, allocator, runner, self._decoder)
+        stats.watch(scheduler, allocator, runner, self._decoder)
         return scheduler, runner
+
+    def takes_ordinary(self, call: Call) -> bool:
+        """Whether a call goes to `model.generate` on the ordinary route; finds out the model's shape if it must."""
+        if self._config.prefill_route != "auto":
+            return self._config.prefill_route == "ordinary"
+        if "ordinary" not in self._config.auto_routes:
+            return False
+        if self._geometry is None:
+            with self._guard.rollout(), self._guard.our_attention():
+                self._probe()
+        return self._router.takes_ordinary(call, self._counted_geometry())
+
+    def plan(self, call: Call) -> RoutePlan:
+        """The routes that a call could take, by what is known of the model's shape without a forward."""
+        return self._router.plan(call, self._geometry or declared_geometry(self._model))
+
+    def _counted_geometry(self) -> ModelGeometry:
+        """As the layers were seen to attend by the probe that has run."""
+        assert self._geometry is not None
+        return self._geometry
 
     def _probe(self) -> tuple[ModelShape, torch.dtype]:
         """The model's shape, read again when its modules, device, dtype, vocabulary, attention or autocast change."""
@@ -92,4 +120,5 @@ class Stage:
             shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)
             self._probed = (key, shape, dtype)
+            self._geometry = counted_geometry(shape, dtype)
         return self._probed[1:]

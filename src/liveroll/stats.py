@@ -19,32 +19,27 @@ class StatsRecorder:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._route = ""
         self._fallback_reason: str | None = None
         self._sources: tuple[Scheduler, PageAllocator, StepRunner, Decoder] | None = None
         self._before = (0, 0)
         self._chunks: list[OrdinaryCounts] = []
 
-    def watch(
-        self, route: str, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner, decoder: Decoder
-    ) -> None:
+    def watch(self, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner, decoder: Decoder) -> None:
         """Read the counts of these when the call ends."""
-        self._route = route
         self._sources = (scheduler, allocator, runner, decoder)
         self._before = (decoder.graphs.captures, decoder.graphs.replays)
 
     def record_chunk(self, counts: OrdinaryCounts) -> None:
         """Add a chunk that went to `model.generate`."""
-        self._route = "ordinary"
         self._chunks.append(counts)
 
     def record_fallback(self, reason: str) -> None:
         """Note that the whole call went to `model.generate`, and why."""
-        self._route, self._fallback_reason = "generate", reason
+        self._fallback_reason = reason
 
     def finish(self, prompts: int, requests: Sequence[Request], kv_bytes: int) -> RolloutStats:
         """The statistics of the call, which ends now."""
-        forwards = len(self._chunks)
+        routes: dict[str, int] = {"ordinary": len(self._chunks)} if self._chunks else {}
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
@@ -53,17 +48,18 @@ class StatsRecorder:
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
-            forwards, tokens, padded = counts.forwards, counts.tokens, counts.padded
+            routes, tokens, padded = dict(counts.routes), counts.tokens, counts.padded
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
             eager_reason, uncompiled_reason = decoder.eager_reason, decoder.forward.uncompiled_reason
         return RolloutStats(
-            route=self._route,
+            route="generate" if self._fallback_reason is not None else next(iter(routes)),
             fallback_reason=self._fallback_reason,
             prompts=prompts,
             new_tokens=sum(len(request.tokens) for request in requests),
-            prefill_forwards=forwards,
+            prefill_forwards=sum(routes.values()),
+            prefill_routes=routes,
             prefill_tokens=tokens,
             padded_tokens=padded,
             decode_steps=steps,

@@ -53,11 +53,14 @@ class RolloutStats:
     """What a call did.
 
     Attributes:
-        route: the prefill route taken; `generate` where the call was handed to `model.generate` as a fallback.
+        route: the prefill route taken, with `auto` by the first admission; `generate` where the call was handed to
+            `model.generate` as a fallback.
         fallback_reason: why it was handed over, or None.
         prompts: prompts given.
         new_tokens: tokens in the completions.
         prefill_forwards: forwards over prompts.
+        prefill_routes: how many of them each route planned; with `auto`, refills may take another one than the
+            first admission.
         prefill_tokens: token positions in them, padding included.
         padded_tokens: how many of those were padding.
         decode_steps: forwards for one new token of every running row.
@@ -87,6 +90,7 @@ class RolloutStats:
     eager_reason: str | None = None
     uncompiled_reason: str | None = None
     fallback_reason: str | None = None
+    prefill_routes: dict[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

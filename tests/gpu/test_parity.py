@@ -6,10 +6,12 @@ import pytest
 import torch
 from zoo import ARCHITECTURES, VOCAB_SIZE, build, early_eos, ragged_prompts, with_eos
 
-from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import CostModel, RolloutConfig, RolloutEngine, SamplingConfig
 
 BUDGET = 24
 PROMPTS = ragged_prompts(VOCAB_SIZE, seed=11)
+# Several buckets; auto takes them for the short prompts, and packed for the long ones.
+COSTS = CostModel(fixed_ms=0.5, packed_fixed_ms=1.5, packed_token_ms=0.05)
 # The experts of these are looped over with counts read from the device, unless a grouped implementation is set.
 HOST_BOUND = {"mixtral", "qwen3_moe", "gpt_oss"}
 
@@ -35,12 +37,13 @@ def _reference(model, prompt, penalty):
 
 
 @pytest.mark.parametrize("capture", ["auto", False])
-@pytest.mark.parametrize("route", ["packed", "equal_width", "per_prompt"])
+@pytest.mark.parametrize("route", ["packed", "bucketed", "equal_width", "per_prompt", "auto"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_routes(name, route, capture):
     """Guards against kernels, capture or refills that change a token: 5 prompts on 2 slots, early EOS, penalty."""
     model = on_gpu(name)
-    engine = RolloutEngine(model, config=RolloutConfig(prefill_route=route, max_slots=2, capture=capture))
+    config = RolloutConfig(prefill_route=route, costs=COSTS, max_slots=2, capture=capture)
+    engine = RolloutEngine(model, config=config)
     sampling = SamplingConfig(max_new_tokens=BUDGET)
     assert tokens(engine.generate(PROMPTS, sampling)) == expected(name, None, 1.0)
     stop = early_eos_of(name)

@@ -17,13 +17,21 @@ from zoo import (
     with_eos,
 )
 
-from liveroll import RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
+from liveroll import CostModel, RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
 
 ROUTES = ("packed", "equal_width", "per_prompt", "ordinary")
+PLANNED = ("bucketed", "auto")
 BUDGET = 24
 PROMPTS = ragged_prompts(VOCAB_SIZE, seed=11)
+# With these the five prompts take several buckets; auto takes ordinary where all of them fit, and of two slots it
+# takes bucketed for the short prompts and packed for the long ones.
+COSTS = CostModel(fixed_ms=0.5, packed_fixed_ms=1.5, packed_token_ms=0.05)
 
-pytestmark = [pytest.mark.parametrize("route", ROUTES), pytest.mark.parametrize("name", ARCHITECTURES)]
+every_case = pytest.mark.parametrize(
+    ("name", "route"),
+    [(name, route) for name in ARCHITECTURES for route in ROUTES]
+    + [(name, route) for name in ("llama", "mistral", "gemma2", "gpt2") for route in PLANNED],
+)
 
 
 @cache
@@ -41,9 +49,13 @@ def tokens(batch):
 
 
 def engine(name, route, **settings):
-    return RolloutEngine(shared(name), config=RolloutConfig(prefill_route=route, page_size=4, **settings))
+    costs = COSTS if route in PLANNED else None
+    config = RolloutConfig(prefill_route=route, costs=costs, page_size=4, **settings)
+    return RolloutEngine(shared(name), config=config)
 
 
+@pytest.mark.parametrize("route", ROUTES + PLANNED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_ragged_prompts(name, route):
     """Guards against wrong positions, masks and windows: prompts of 1 to 20 tokens, windows of 8."""
     batch = engine(name, route).generate(PROMPTS, SamplingConfig(max_new_tokens=BUDGET))
@@ -51,6 +63,7 @@ def test_ragged_prompts(name, route):
     assert {completion.finish_reason for completion in batch.completions} == {"length"}
 
 
+@every_case
 def test_left_padded_request(name, route):
     """Guards against padding that is attended to, or that shifts positions."""
     model = shared(name)
@@ -62,6 +75,7 @@ def test_left_padded_request(name, route):
     assert batch.response_start_idx == ids.shape[1]
 
 
+@every_case
 def test_early_eos_and_refill(name, route):
     """Guards against a refilled slot that keeps keys, lengths or stops of the row before it: 5 prompts, 2 slots."""
     model, stop = shared(name), stop_of(name)
@@ -74,6 +88,7 @@ def test_early_eos_and_refill(name, route):
         assert (completion.finish_reason, completion.stop) == (("stop", stop) if stopped else ("length", None))
 
 
+@every_case
 def test_pad_equal_to_eos_and_several_eos(name, route):
     """Guards against a PAD taken for the end, or an end taken for PAD, where they are one token."""
     model, stop = shared(name), stop_of(name)
@@ -86,6 +101,7 @@ def test_pad_equal_to_eos_and_several_eos(name, route):
     assert widths == [len(row) for row in expected]
 
 
+@every_case
 def test_repetition_penalty(name, route):
     """Guards against a penalty that forgets the prompt, misses the first token, or outlives its row's slot."""
     batch = engine(name, route, max_slots=2).generate(
@@ -94,6 +110,7 @@ def test_repetition_penalty(name, route):
     assert tokens(batch) == alone(name, repetition_penalty=1.3)
 
 
+@every_case
 def test_penalty_over_padded_history(name, route):
     """Guards against a history other than `generate`'s, which before 5.23 holds the padding too."""
     model = shared(name)
@@ -102,3 +119,17 @@ def test_penalty_over_padded_history(name, route):
             RolloutRequest(*left_pad(PROMPTS, pad_id=7)), SamplingConfig(max_new_tokens=BUDGET, repetition_penalty=1.3)
         )
         assert tokens(batch) == reference_batch(model, PROMPTS, max_new_tokens=BUDGET, repetition_penalty=1.3)
+
+
+def test_auto_takes_different_routes():
+    """Guards against these tests following one route under several names."""
+
+    def routes(route, **settings):
+        return engine("llama", route, **settings).generate(PROMPTS, SamplingConfig(max_new_tokens=4)).stats
+
+    assert routes("bucketed").prefill_routes == {"bucketed": 4}
+    assert routes("auto").prefill_routes == {"ordinary": 1}
+    mixed = routes("auto", max_slots=2)
+    assert mixed.route == "bucketed"
+    assert mixed.prefill_routes.keys() == {"bucketed", "packed"}
+    assert sum(mixed.prefill_routes.values()) == mixed.prefill_forwards

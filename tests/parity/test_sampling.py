@@ -11,10 +11,12 @@ from frequencies import assert_drawn_from
 from warpers import warped_probs
 from zoo import VOCAB_SIZE, build, early_eos, ragged_prompts, reference, shared
 
-from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import CostModel, RolloutConfig, RolloutEngine, SamplingConfig
 
-ROUTES = ("packed", "equal_width", "per_prompt", "ordinary")
-PAGED = ROUTES[:3]
+ROUTES = ("packed", "equal_width", "per_prompt", "bucketed", "auto", "ordinary")
+PAGED = ROUTES[:5]
+# Several buckets; auto goes by the size of the admission.
+COSTS = CostModel(fixed_ms=0.5, packed_fixed_ms=1.5, packed_token_ms=0.05)
 BUDGET = 16
 PROMPTS = ragged_prompts(VOCAB_SIZE, seed=21)
 # `generate` has top_k=50 where nobody says otherwise.
@@ -33,7 +35,7 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 
 def engine(model="llama", **settings):
     model = shared(model) if isinstance(model, str) else model
-    return RolloutEngine(model, config=RolloutConfig(**{"page_size": 4, "max_slots": 4, **settings}))
+    return RolloutEngine(model, config=RolloutConfig(**{"page_size": 4, "max_slots": 4, "costs": COSTS, **settings}))
 
 
 def tokens(batch):

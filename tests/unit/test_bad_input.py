@@ -119,7 +119,7 @@ def test_sampling(case):
 def test_a_prompt_over_the_prefill_limit():
     """Guards against one prompt that no forward may hold being split, cut or run."""
     message = "prompt 1 has 5 tokens and prefill_max_tokens is 4"
-    for route in ("packed", "equal_width", "per_prompt", "ordinary"):
+    for route in ("packed", "bucketed", "equal_width", "per_prompt", "ordinary", "auto"):
         config = RolloutConfig(prefill_max_tokens=4, prefill_route=route)
         assert_refused(PrefillLimitError, message, [[1], [1, 2, 3, 4, 5]], SAMPLED, config=config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +24,13 @@ BAD_ROLLOUT = {
     "kv_fraction": [0, 0.0, -0.1, 1.1, *NOT_NUMBERS],
     "page_size": [0, -16, None, *NOT_WHOLE],
     "prefill_route": ["pakced", "", None, 1, "generate"],
+    "auto_routes": [None, (), [], "packed", ("packd",), ("auto",), ("packed", "packed"), ("ordinary",), (1,), [["a"]]],
+    "costs": [0, 1.5, True, "", b"costs.json", {"fixed_ms": 1.0}, [1.0]],
     "prefill_max_tokens": [0, -1, *NOT_WHOLE],
     "fallback": ["", None, True, "never"],
     "training_mode": [0, 1, "eval"],
     "capture": [0, "yes", None],
+    "compile": [0, "yes", None],
     "max_captures": [0, -1, *NOT_WHOLE],
     "run_ahead": [-1, *NOT_WHOLE],
     "seed": [-1, None, *NOT_WHOLE],
@@ -80,6 +84,21 @@ def test_two_sizes_of_the_kv_memory(pair):
     """Guards against one of two contradicting sizes being dropped."""
     with pytest.raises(ConfigError, match=f"{pair[0]} and {pair[1]} all set the KV memory"):
         RolloutConfig(**{pair[0]: 64, pair[1]: 0.5 if pair[1] == "kv_fraction" else 64})
+
+
+def test_routes_for_auto_without_auto():
+    """Guards against a choice of routes that is dropped, since another route is taken."""
+    with pytest.raises(ConfigError, match="auto_routes is what prefill_route='auto' may take"):
+        RolloutConfig(auto_routes=("packed", "bucketed"))
+    assert RolloutConfig(prefill_route="auto", auto_routes=["bucketed", "ordinary"]).auto_routes == (
+        "bucketed",
+        "ordinary",
+    )
+
+
+def test_a_path_of_costs_may_be_a_string():
+    """Guards against one configuration that is two, and a path that nothing is read from."""
+    assert RolloutConfig(costs="costs.json") == RolloutConfig(costs=Path("costs.json"))
 
 
 def test_contradicting_lengths():

@@ -17,7 +17,7 @@ from snapshots import ForwardCounter, Trap, left_as_found, raising, snapshot
 
 from liveroll import EngineStateError, RolloutConfig, RolloutEngine, SamplingConfig
 
-ROUTES = ("packed", "equal_width", "per_prompt", "ordinary")
+ROUTES = ("packed", "bucketed", "equal_width", "per_prompt", "ordinary", "auto")
 BUDGET = 8
 PROMPTS = zoo.ragged_prompts(zoo.VOCAB_SIZE, seed=5)
 EXPECTED = [zoo.reference(zoo.shared("llama"), prompt, max_new_tokens=BUDGET) for prompt in PROMPTS]
@@ -228,4 +228,4 @@ def test_an_interrupt_from_the_keyboard():
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["interrupted"] * 12
+    assert result.stdout.split() == ["interrupted"] * 3 * len(ROUTES)

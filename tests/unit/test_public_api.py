@@ -18,14 +18,17 @@ PACKAGE = Path(liveroll.__file__).parent
 DECIDING = sorted(path for room in ("scheduling", "planning") for path in (PACKAGE / room).rglob("*.py"))
 
 PUBLIC = {
+    "Bucket",
     "CaptureError",
     "CompileError",
     "Completion",
     "ConfigError",
+    "CostModel",
     "EngineStateError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",
+    "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
     "ResolvedSampling",
@@ -35,9 +38,12 @@ PUBLIC = {
     "RolloutMemory",
     "RolloutRequest",
     "RolloutStats",
+    "RouteCandidate",
+    "RoutePlan",
     "SamplingConfig",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "plan_buckets",
 }
 
 
@@ -100,7 +106,7 @@ def python_blocks(page: str) -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/routes.md"])
 def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against an example that a newcomer copies and that fails."""
     blocks = python_blocks(page)

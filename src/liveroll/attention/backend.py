@@ -62,6 +62,11 @@ class AttentionBackend(Protocol):
         ...
 
 
+def name_backend(device: torch.device) -> str:
+    """What `choose_backend` gives a device, by a name that results can be labelled with."""
+    return "GpuAttention" if device.type == "cuda" else "ReferenceAttention"
+
+
 def choose_backend(device: torch.device, heads: int) -> AttentionBackend:
     """The fastest backend of a device, for decode steps of up to so many pairs of a row and a KV head."""
     if device.type == "cuda":

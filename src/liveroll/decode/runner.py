@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from liveroll.config import PrefillRoute
 from liveroll.decode.advance import advance
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.sampler import Variant
 from liveroll.decode.upload import upload
-from liveroll.planning.prefill import plan_forwards
+from liveroll.planning.prefill import PrefillPlanner
 from liveroll.prefill.runner import PrefillCounts, PrefillRunner
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
@@ -38,8 +37,7 @@ class StepRunner:
         prefill: runs prefill forwards.
         scheduler: has the pages of every slot.
         variant: how much of sampling the call needs.
-        route: how admissions are prefilled.
-        max_tokens: token positions in one prefill forward, or None.
+        planner: splits admissions into forwards.
         run_ahead: steps that may be launched before the result of an earlier one is read.
     """
 
@@ -50,16 +48,14 @@ class StepRunner:
         prefill: PrefillRunner,
         scheduler: Scheduler,
         variant: Variant,
-        route: PrefillRoute,
-        max_tokens: int | None,
+        planner: PrefillPlanner,
         run_ahead: int,
     ) -> None:
         self._decoder = decoder
         self._prefill = prefill
         self._scheduler = scheduler
         self._variant = variant
-        self._route = route
-        self._max_tokens = max_tokens
+        self._planner = planner
         self._run_ahead = run_ahead
         self._launched: deque[_Launched] = deque()
         self._table_version = -1
@@ -100,8 +96,9 @@ class StepRunner:
         slots = state.admit(plan.admitted)
         lengths = [len(request.prompt) + len(request.tokens) for request in plan.admitted]
         report = torch.empty(3, len(slots), dtype=torch.int32, device=slots.device)
-        for forward in plan_forwards(self._route, lengths, self._max_tokens):
-            logits = self._prefill.run(plan.admitted, forward)
+        prefill = self._planner.plan(lengths)
+        for forward in prefill.forwards:
+            logits = self._prefill.run(plan.admitted, forward, prefill.route)
             rows = upload(np.array(forward.indices), slots.device)
             report[:, rows] = advance(state, slots[rows], logits, self._variant)
         return report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PackedCall
 from liveroll.attention.layout import PackedLayout
+from liveroll.config import Route
 from liveroll.kv.cache import PagedCache, PassingCache
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
@@ -23,9 +25,15 @@ from liveroll.scheduling.request import Request
 
 @dataclass
 class PrefillCounts:
-    """What the prefills of a call ran."""
+    """What the prefills of a call ran.
 
-    forwards: int = 0
+    Attributes:
+        routes: forwards by the route that planned them, in the order in which routes were first taken.
+        tokens: token positions, padding included.
+        padded: how many of them were padding.
+    """
+
+    routes: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     padded: int = 0
 
@@ -49,13 +57,13 @@ class PrefillRunner:
         self._backend = backend
         self.counts = PrefillCounts()
 
-    def run(self, requests: Sequence[Request], forward: Forward) -> Tensor:
-        """Logits `[N, V]` behind the last token of each context of one forward."""
+    def run(self, requests: Sequence[Request], forward: Forward, route: Route) -> Tensor:
+        """Logits `[N, V]` behind the last token of each context of one forward, which a route planned."""
         chosen = [requests[index] for index in forward.indices]
         contexts = [request.context for request in chosen]
         used = sum(len(context) for context in contexts)
         taken = used if forward.width is None else len(contexts) * forward.width
-        self.counts.forwards += 1
+        self.counts.routes[route] += 1
         self.counts.tokens += taken
         self.counts.padded += taken - used
         if forward.width is None:

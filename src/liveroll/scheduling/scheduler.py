@@ -26,6 +26,14 @@ StopSearch = Callable[[Request, np.ndarray], str | None]
 """Given a request and its response tokens, the stop string they contain, if any."""
 
 
+def order_of_admission(requests: Sequence[Request]) -> list[Request]:
+    """Requests with the largest budget first, equal ones in the order given.
+
+    Long rows that start early leave a short tail (Graham 1969, doi:10.1137/0117039).
+    """
+    return sorted(requests, key=lambda request: -request.sampling.max_new_tokens)
+
+
 class Scheduler:
     """Runs requests through a fixed number of slots and pages.
 
@@ -35,9 +43,6 @@ class Scheduler:
     Admission takes pages for a request's context only; each further page is taken when its row reaches it. When
     none is left, the row admitted last goes back to the front of the queue with the tokens it has, and is
     prefilled over them again later.
-
-    Requests with the largest budget are admitted first, equal ones in the order given: long rows that start early
-    leave a short tail (Graham 1969, doi:10.1137/0117039).
 
     Args:
         requests: all of them.
@@ -56,7 +61,7 @@ class Scheduler:
         page_size: int,
         search_stop: StopSearch | None = None,
     ) -> None:
-        self._waiting = deque(sorted(requests, key=lambda request: -request.sampling.max_new_tokens))
+        self._waiting = deque(order_of_admission(requests))
         self._allocator = allocator
         self._page_size = page_size
         self._search_stop = search_stop

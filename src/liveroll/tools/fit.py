@@ -35,7 +35,7 @@ class FittedJob:
 
 
 def fit_jobs(
-    jobs: Sequence[Job], checkpoint: Checkpoint, config: RolloutConfig
+    jobs: Sequence[Job], checkpoint: Checkpoint, config: RolloutConfig, max_tokens: int | None
 ) -> tuple[list[FittedJob], list[BadLine]]:
     """Hold every job to all that the engine asks of a call.
 
@@ -43,6 +43,7 @@ def fit_jobs(
         jobs: what to run.
         checkpoint: the model and tokenizer to run it with.
         config: the engine's.
+        max_tokens: tokens in one of its prefill forwards, or None.
 
     Returns:
         The jobs that can be run, and the others.
@@ -53,7 +54,7 @@ def fit_jobs(
     """
     if checkpoint.tokenizer is None and not all(_has_ids(job) for job in jobs):
         raise ConfigError("the model has no tokenizer, so every line must give prompt_ids")
-    fit = _Fit(checkpoint, config)
+    fit = _Fit(checkpoint, config, max_tokens)
     fitted: list[FittedJob] = []
     bad: list[BadLine] = []
     for job in jobs:
@@ -67,9 +68,10 @@ def fit_jobs(
 class _Fit:
     """Checks one job after another against one model."""
 
-    def __init__(self, checkpoint: Checkpoint, config: RolloutConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: RolloutConfig, max_tokens: int | None) -> None:
         self._model, self._tokenizer = checkpoint.model, checkpoint.tokenizer
         self._config = config
+        self._max_tokens = max_tokens
         self._pad = padding_token(self._model, self._tokenizer)
         self._resolver = SettingsResolver(self._model)
 
@@ -88,6 +90,7 @@ class _Fit:
             batch,
             (resolved,),
             config=self._config,
+            max_tokens=self._max_tokens,
             max_positions=getattr(text_config, "max_position_embeddings", None),
             seed=0,
             tokenizer=self._tokenizer,

@@ -40,6 +40,7 @@ class GenerateOptions:
         sampling: settings of every line that does not set its own; the seed must be given.
         slots: rows that decode side by side, at most.
         route: how prompts are prefilled.
+        costs: file of costs that routes are compared with, or None.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one) or a torch device such as `cuda:1`.
         skip_bad: pass over bad lines instead of refusing the file.
@@ -52,6 +53,7 @@ class GenerateOptions:
     sampling: SamplingConfig
     slots: int = 32
     route: str = "packed"
+    costs: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
     skip_bad: bool = False
@@ -64,7 +66,7 @@ class GenerateOptions:
         Raises:
             ConfigError: `slots` or `route` is not one there is.
         """
-        return RolloutConfig(max_slots=self.slots, prefill_route=cast(PrefillRoute, self.route))
+        return RolloutConfig(max_slots=self.slots, prefill_route=cast(PrefillRoute, self.route), costs=self.costs)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
 
     checkpoint = load_checkpoint(options.model, options.dtype, options.device)
     with RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine:
-        jobs, unfit = fit_jobs(pending, checkpoint, config)
+        jobs, unfit = fit_jobs(pending, checkpoint, config, engine.costs.max_tokens)
         _settle_bad_lines(options, unfit, console)
         started = time.perf_counter()
         with Journal(options.out, fingerprint, resumption) as journal:

@@ -1,0 +1,175 @@
+"""The routes that a call could take, what each is estimated to cost, and which one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from liveroll.config import PrefillRoute, Route
+from liveroll.planning.costs import CostModel
+from liveroll.planning.estimates import decode_ms
+from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.prefill import Forward, is_cheaper, plan_forwards, price_forwards
+
+ROUTES: tuple[Route, ...] = get_args(Route)
+PAGED_ROUTES = tuple(route for route in ROUTES if route != "ordinary")
+"""Those that prefill into pages, as every admission after the first must."""
+
+
+@dataclass(frozen=True)
+class RouteCandidate:
+    """A route that a call could take.
+
+    Attributes:
+        route: its name.
+        forwards: its prefill forwards: positions of their rows among `RoutePlan.lengths`, and the width that these
+            are padded to, None for packed.
+        fixed_ms: what is estimated for launching the forwards, in ms.
+        token_ms: for their token positions, padding included, in ms.
+        attention_ms: for their attention, in ms.
+        kv_ms: for storing keys and values in pages, in ms.
+        decode_ms: for the decode steps, as far as `CostModel` counts them, in ms.
+        obstacle: why `auto` may not take it, or None.
+    """
+
+    route: Route
+    forwards: tuple[Forward, ...]
+    fixed_ms: float
+    token_ms: float
+    attention_ms: float
+    kv_ms: float
+    decode_ms: float
+    obstacle: str | None
+
+    @property
+    def cost_ms(self) -> float:
+        """All of it."""
+        return self.fixed_ms + self.token_ms + self.attention_ms + self.kv_ms + self.decode_ms
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Which route a call takes, and why.
+
+    Where the call has more rows than slots, costs are those of the rows that are admitted first. Each later admission
+    is planned by itself, among the routes other than `ordinary`.
+
+    Attributes:
+        route: the route taken: the configured one, or with `auto` the cheapest of the candidates without an obstacle.
+        configured: `RolloutConfig.prefill_route`.
+        rows: rows of the call, one for each sample of each prompt.
+        lengths: prompt tokens of each row admitted first.
+        decode_steps: decode steps until the last of these rows reaches its budget.
+        candidates: every route there is.
+        costs: the coefficients, with the token limit that holds.
+        geometry: the model's.
+    """
+
+    route: Route
+    configured: PrefillRoute
+    rows: int
+    lengths: tuple[int, ...]
+    decode_steps: int
+    candidates: tuple[RouteCandidate, ...]
+    costs: CostModel
+    geometry: ModelGeometry
+
+    @property
+    def chosen(self) -> RouteCandidate:
+        """The candidate of the route taken."""
+        return next(candidate for candidate in self.candidates if candidate.route == self.route)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a call may take.
+
+    Attributes:
+        slots: rows that run side by side.
+        row_limits: tokens, prompt and response, that a row may hold, by what limits them.
+        kv_tokens: tokens of keys and values over all rows; None where the configuration does not say.
+    """
+
+    slots: int
+    row_limits: dict[str, int]
+    kv_tokens: int | None
+
+
+def obstacle_to_ordinary(
+    lengths: Sequence[int], budgets: Sequence[int], rows: int, room: Room, max_tokens: int | None
+) -> str | None:
+    """Why `model.generate` may not run all rows of a call at once: it pads them, and keeps them until the last ends.
+
+    Args:
+        lengths: prompt tokens of each row.
+        budgets: tokens that each may generate.
+        rows: rows of the call.
+        room: what the call may take.
+        max_tokens: token positions in one prefill forward, or None.
+    """
+    if rows > room.slots:
+        return f"{rows} rows do not fit {room.slots} slots"
+    width, longest = max(lengths), max(lengths) + max(budgets)
+    if max_tokens is not None and rows * width > max_tokens:
+        return f"{rows} rows padded to {width} tokens are over the limit of {max_tokens} token positions in a forward"
+    for name, limit in room.row_limits.items():
+        if longest > limit:
+            return f"a row padded to {width} tokens comes to hold {longest}, and {name} is {limit}"
+    if room.kv_tokens is not None and rows * (longest - 1) > room.kv_tokens:
+        return f"{rows} rows of up to {longest - 1} keys and values do not fit KV memory for {room.kv_tokens} tokens"
+    return None
+
+
+def plan_routes(
+    lengths: Sequence[int],
+    budgets: Sequence[int],
+    *,
+    rows: int,
+    configured: PrefillRoute,
+    allowed: Sequence[Route],
+    room: Room,
+    costs: CostModel,
+    geometry: ModelGeometry,
+) -> RoutePlan:
+    """Compare the routes for a call; of those that cost the same, `auto` takes the first of `ROUTES`.
+
+    Args:
+        lengths: prompt tokens of each row admitted first.
+        budgets: tokens that each of them may generate.
+        rows: rows of the call.
+        configured: the route asked for, or `auto`.
+        allowed: the routes that `auto` may take, at least one of them not `ordinary`.
+        room: what the call may take.
+        costs: the coefficients, and the limit on a forward's token positions.
+        geometry: the model's.
+    """
+    candidates: dict[Route, RouteCandidate] = {}
+    for route in ROUTES:
+        if route == "ordinary":
+            forwards: tuple[Forward, ...] = (Forward(tuple(range(len(lengths))), max(lengths)),)
+            obstacle = obstacle_to_ordinary(lengths, budgets, rows, room, costs.max_tokens)
+        else:
+            forwards, obstacle = plan_forwards(route, lengths, costs, geometry), None
+        terms = price_forwards(route, forwards, lengths, costs, geometry)
+        candidates[route] = RouteCandidate(
+            route=route,
+            forwards=forwards,
+            **vars(terms),
+            decode_ms=decode_ms(route, budgets, costs),
+            obstacle=obstacle if route in allowed else "auto_routes leaves it out",
+        )
+    eligible = [candidate for candidate in candidates.values() if candidate.obstacle is None]
+    cheapest = eligible[0]
+    for candidate in eligible[1:]:
+        cheapest = candidate if is_cheaper(candidate.cost_ms, cheapest.cost_ms) else cheapest
+    return RoutePlan(
+        route=cheapest.route if configured == "auto" else configured,
+        configured=configured,
+        rows=rows,
+        lengths=tuple(lengths),
+        decode_steps=max(budgets) - 1,
+        candidates=tuple(candidates.values()),
+        costs=costs,
+        geometry=geometry,
+    )

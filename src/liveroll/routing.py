@@ -1,0 +1,95 @@
+"""How the calls of an engine are routed: the costs that hold for it, and plans made with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from liveroll.call import Call
+from liveroll.config import RolloutConfig
+from liveroll.model.identity import describe_origin
+from liveroll.planning.costs import CostModel
+from liveroll.planning.costs_file import check_origin, read_costs
+from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.prefill import PrefillPlanner
+from liveroll.planning.routes import PAGED_ROUTES, Room, RoutePlan, obstacle_to_ordinary, plan_routes
+from liveroll.scheduling.scheduler import order_of_admission
+
+
+class Router:
+    """Plans with the costs of one engine.
+
+    Args:
+        model: the model.
+        config: the engine's.
+        ranks: processes that hold shards of the model.
+
+    Raises:
+        ConfigError: the file of costs cannot be used, or was measured with something else.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RolloutConfig, ranks: int) -> None:
+        self._model = model
+        self._config = config
+        self.costs = _find_costs(model, config, ranks)
+        """The coefficients, with the token limit that holds."""
+
+    def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
+        """The routes that a call could take, and the one that it takes."""
+        first = order_of_admission(call.requests)[: self._config.max_slots]
+        return plan_routes(
+            [len(request.prompt) for request in first],
+            [request.sampling.max_new_tokens for request in first],
+            rows=len(call.requests),
+            configured=self._config.prefill_route,
+            allowed=self._config.auto_routes,
+            room=self._room(geometry),
+            costs=self.costs,
+            geometry=geometry,
+        )
+
+    def takes_ordinary(self, call: Call, geometry: ModelGeometry) -> bool:
+        """Whether `auto` hands a call to `model.generate`."""
+        lengths = [len(request.prompt) for request in call.requests]
+        budgets = [request.sampling.max_new_tokens for request in call.requests]
+        room = self._room(geometry)
+        # Most calls that cannot go there are told without a plan.
+        if obstacle_to_ordinary(lengths, budgets, len(lengths), room, self.costs.max_tokens) is not None:
+            return False
+        return self.plan(call, geometry).route == "ordinary"
+
+    def planner(self, geometry: ModelGeometry) -> PrefillPlanner:
+        """Plans the admissions of a call that does not go to `model.generate`."""
+        route = self._config.prefill_route
+        allowed = self._config.auto_routes if route == "auto" else (route,)
+        return PrefillPlanner([name for name in PAGED_ROUTES if name in allowed], self.costs, geometry)
+
+    def _room(self, geometry: ModelGeometry) -> Room:
+        config = self._config
+        limits = {
+            "max_position_embeddings": getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
+            "RolloutConfig.max_length": config.max_length,
+        }
+        kv_tokens = config.kv_tokens
+        if config.kv_bytes is not None:
+            kv_tokens = config.kv_bytes // (2 * geometry.kv_width * geometry.element_bytes)
+        return Room(
+            slots=config.max_slots,
+            row_limits={name: limit for name, limit in limits.items() if limit is not None},
+            kv_tokens=kv_tokens,
+        )
+
+
+def _find_costs(model: PreTrainedModel, config: RolloutConfig, ranks: int) -> CostModel:
+    costs = config.costs
+    if costs is None:
+        return CostModel(max_tokens=config.prefill_max_tokens)
+    if isinstance(costs, Path | str):
+        path = Path(costs)
+        file = read_costs(path)
+        check_origin(path, file.origin, describe_origin(model, config, ranks))
+        costs = file.coefficients
+    limits = [limit for limit in (config.prefill_max_tokens, costs.max_tokens) if limit is not None]
+    return replace(costs, max_tokens=min(limits, default=None))
