@@ -160,9 +160,13 @@ class Drive:
         assert len(set(run)) == len(run), "a prompt was run twice in one step"
         kept = {plan.group_of(source) for source in plan.kept}
         assert kept <= {request.group for request in self.requests if key_of(request) in new}
+        held = {page for _, pages in before.values() for page in pages}
         for index, request in enumerate(plan.admitted):
-            if plan.sources[index] != index:
+            if plan.sources[index] == index:
+                assert not held & set(request.pages[request.borrowed :]), "a prefill writes to a page of another row"
+            else:
                 self.shared_tokens += len(request.prompt)
+            held |= set(request.pages)
             self.position[request.row] = len(request.context)
             self.left[request.row] = request.sampling.max_new_tokens - len(request.tokens) - 1
             self.check_pages(request, len(request.context))
@@ -250,6 +254,12 @@ def test_a_step_is_planned_only_for_rows_that_go_on():
     """Guards against a row that is fed behind its last page because its end is not known yet."""
     drive = Drive(Case(({"prompt": 4, "budget": 2}, {"prompt": 4, "budget": 6}), 2, 4, 99, ahead=3)).run()
     assert [len(plan.slots) for plan in drive.steps[1:]] == [2, 1, 1, 1, 1]
+
+
+def groups_of(slots: int, *requests: tuple[int, int, int], page_size: int = 4, spare_pages: int = 99, ahead: int = 0):
+    """A case of requests given as kind of the prompt, its length, and the budget."""
+    arguments = tuple({"kind": kind, "prompt": prompt, "budget": budget} for kind, prompt, budget in requests)
+    return Case(arguments, slots, page_size, spare_pages, ahead)
 
 
 def admissions(drive: Drive) -> list[list[int]]:

@@ -47,8 +47,8 @@ class SharedPrompts:
     of the prompt stay as they are while those behind it come and go; any other begins with a copy of it. A request
     that comes back with tokens shares the full pages and runs its whole context, without writing to them.
 
-    A prompt is kept while requests of it wait, and its last page and logits while some of them have no tokens yet.
-    When pages run out, what no running row holds is given up first, that which is needed last before all else.
+    A prompt is kept while requests of it wait. When pages run out, what no running row holds is given up first, and
+    of that what is needed last; such a prompt is run again for its next request.
 
     Args:
         requests: all of the call; this sets their `group`.
@@ -60,7 +60,6 @@ class SharedPrompts:
         self._allocator = allocator
         self._page_size = page_size
         self._waiting: Counter[int] = Counter()
-        self._without_tokens: Counter[int] = Counter()
         self._kept: dict[int, _Kept] = {}
         self.shared_tokens = 0
         groups: dict[bytes, int] = {}
@@ -74,23 +73,18 @@ class SharedPrompts:
         return kept is not None and kept.logits and not len(request.tokens)
 
     def enqueue(self, request: Request) -> None:
-        """Note that a request waits. One that ran still has its pages, and those that others share are kept."""
+        """Note that a request waits. One that ran still has its pages, and those of its prompt are kept."""
         self._waiting[request.group] += 1
-        self._without_tokens[request.group] += not len(request.tokens)
         full = request.pages[: len(request.prompt) // self._page_size]
-        if full and request.group not in self._kept and self._allocator.holders(full[0]) > 1:
+        if full and request.group not in self._kept:
             self._allocator.share(full)
             self._kept[request.group] = _Kept(full)
 
     def dequeue(self, request: Request) -> None:
         """Note that a request does not wait any more, and give back what was kept for it alone."""
-        group = request.group
-        self._waiting[group] -= 1
-        self._without_tokens[group] -= not len(request.tokens)
-        if not self._without_tokens[group]:
-            self._drop_last(group)
-        if not self._waiting[group]:
-            self._drop(group)
+        self._waiting[request.group] -= 1
+        if not self._waiting[request.group] and request.group in self._kept:
+            self._give_back(request.group, everything=True)
 
     def admit(self, request: Request, kept_back: int, queue: Iterable[Request]) -> Grant | None:
         """Give a waiting request the pages of its context; None, and nothing changes, where there are too few.
@@ -146,7 +140,7 @@ class SharedPrompts:
             for group in reversed(groups):
                 if self._allocator.available >= pages:
                     break
-                self._give_up(group)
+                self._give_back(group, everything=False)
         return self._allocator.available >= pages
 
     def kept_pages(self) -> Iterator[int]:
@@ -160,12 +154,7 @@ class SharedPrompts:
         """Raise AssertionError unless what is kept is kept for requests that wait."""
         queue = list(queue)
         assert +self._waiting == Counter(request.group for request in queue), "other requests wait than are counted"
-        untouched = Counter(request.group for request in queue if not len(request.tokens))
-        assert +self._without_tokens == untouched, "other requests without tokens wait than are counted"
         assert set(self._kept) <= set(+self._waiting), "a prompt is kept for nobody"
-        for group, kept in self._kept.items():
-            assert untouched[group] or not kept.logits, "logits are kept for nobody"
-            assert kept.logits or kept.last is None, "a page is kept without the logits that go with it"
 
     def _keep(self, request: Request) -> None:
         """Keep what a request, about to be run, has in common with those behind it."""
@@ -182,27 +171,17 @@ class SharedPrompts:
         if kept.pages or kept.logits:
             self._kept[request.group] = kept
 
-    def _give_up(self, group: int) -> None:
-        """Give back what is kept of a prompt and held by no running row."""
+    def _give_back(self, group: int, *, everything: bool) -> None:
+        """Give back what is kept of a prompt: everything, or what no running row holds."""
         kept = self._kept[group]
-        if kept.last is not None and self._allocator.holders(kept.last) == 1:
-            self._drop_last(group)
-        if kept.pages and self._allocator.holders(kept.pages[0]) == 1:
-            self._drop(group)
-
-    def _drop_last(self, group: int) -> None:
-        if kept := self._kept.get(group):
-            kept.logits = False
-            if kept.last is not None:
-                self._allocator.deallocate([kept.last])
-                kept.last = None
-            if not kept.pages:
-                del self._kept[group]
-
-    def _drop(self, group: int) -> None:
-        self._drop_last(group)
-        if kept := self._kept.pop(group, None):
+        if kept.last is not None and (everything or self._allocator.holders(kept.last) == 1):
+            self._allocator.deallocate([kept.last])
+            kept.last, kept.logits = None, False
+        if kept.pages and (everything or self._allocator.holders(kept.pages[0]) == 1):
             self._allocator.deallocate(kept.pages)
+            kept.pages = []
+        if not kept.pages and kept.last is None:
+            del self._kept[group]
 
     def _unused(self) -> int:
         """How many of the kept pages no running row holds; those that a prompt fills are held together."""
