@@ -19,9 +19,15 @@ VOCAB = len(LETTERS)
 
 
 def make_request(
-    row: int, prompt: int, budget: int, *, stop_token_ids: tuple[int, ...] = (), stop: tuple[str, ...] = ()
+    row: int,
+    prompt: int,
+    budget: int,
+    *,
+    kind: int | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    stop: tuple[str, ...] = (),
 ) -> Request:
-    """Make a greedy request with a prompt of `prompt` tokens and at most `budget` new ones."""
+    """Make a greedy request with at most `budget` new tokens; prompts of one kind and length are equal."""
     sampling = ResolvedSampling(
         max_new_tokens=budget,
         min_new_tokens=0,
@@ -38,12 +44,12 @@ def make_request(
         logprobs=True,
         pad_token_id=0,
     )
-    tokens = np.array([token_at(row, position) for position in range(prompt)], np.int64)
+    tokens = 1000 * (row if kind is None else kind) + np.arange(prompt, dtype=np.int64)
     return Request(row, row, 0, tokens, (), sampling, (row, 0))
 
 
 def token_at(row: int, position: int) -> int:
-    """The token that stands at a position of a request, known from the beginning."""
+    """The token that stands at a position of a request's response, known from the beginning."""
     return crc32(f"token {row} {position}".encode()) % VOCAB
 
 
@@ -109,8 +115,9 @@ class FakeDevice:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._written: dict[tuple[int, int], tuple[int, int]] = {}
+        self._written: dict[tuple[int, int], tuple[object, int]] = {}
         self._rows: dict[int, _Row] = {}
+        self._logits: set[int] = set()
         self._table = np.empty((0, 0), np.int32)
         self._version: int | None = None
 
@@ -119,18 +126,43 @@ class FakeDevice:
         if self._version != scheduler.table_version:
             self._table, self._version = scheduler.block_table.copy(), scheduler.table_version
         if isinstance(plan, PrefillStep):
-            return self._report([self._prefill(request) for request in plan.admitted])
+            return self._prefill(plan)
         return self._report([self._decode(int(slot), plan) for slot in plan.slots])
 
-    def _prefill(self, request: Request) -> tuple[int, Outcome, np.float32]:
-        assert request.slot is not None
-        context, start = request.context.tolist(), len(request.prompt)
-        assert context == [token_at(request.row, position) for position in range(len(context))]
+    def _prefill(self, plan: PrefillStep) -> StepResult:
+        for index, (request, source) in enumerate(zip(plan.admitted, plan.sources, strict=True)):
+            if source == index:
+                self._run_context(request)
+                continue
+            assert not len(request.tokens), "a request that comes back is not run"
+            assert plan.group_of(source) == request.group, "a request samples from the logits of another prompt"
+            if source < 0:
+                assert request.group in self._logits, "a request samples from logits that were not kept"
+            else:
+                assert plan.sources[source] == source, "a request samples from logits that are not there"
+                assert not len(plan.admitted[source].tokens), "a request samples from logits behind a response"
+        for source in plan.kept:
+            assert source >= 0 or ~source in self._logits, "logits are kept that are not there"
+            assert source < 0 or plan.sources[source] == source, "logits are kept that are not there"
+            assert source < 0 or not len(plan.admitted[source].tokens), "logits behind a response are kept"
+        self._logits = {plan.group_of(source) for source in plan.kept}
+        for old, new in plan.copies:
+            for offset in range(self._page_size):
+                self._written[new, offset] = self._written.get((old, offset), (None, 0))
+        return self._report([self._admit(request) for request in plan.admitted])
+
+    def _run_context(self, request: Request) -> None:
+        start, context = len(request.prompt), request.context.tolist()
+        assert context[start:] == [token_at(request.row, position) for position in range(start, len(context))]
         assert request.logprobs.tolist() == [logprob_at(request.row, p) for p in range(start, len(context))]
         for position in range(len(context)):
-            self._write(request.pages[position // self._page_size], request, position)
+            if position // self._page_size >= request.borrowed:
+                self._write(request.pages[position // self._page_size], request, position)
+
+    def _admit(self, request: Request) -> tuple[int, Outcome, np.float32]:
+        assert request.slot is not None
         remaining = request.sampling.max_new_tokens - len(request.tokens)
-        row = self._rows[request.slot] = _Row(request, len(context) - 1, remaining)
+        row = self._rows[request.slot] = _Row(request, len(request.context) - 1, remaining)
         return self._advance(row)
 
     def _decode(self, slot: int, plan: DecodeStep) -> tuple[int, Outcome, np.float32]:
@@ -141,7 +173,7 @@ class FakeDevice:
         self._write(pages[row.position // self._page_size], row.request, row.position)
         for position in range(row.position + 1):
             place = (int(pages[position // self._page_size]), position % self._page_size)
-            assert self._written[place] == (row.request.row, position), "a row attends to what is not its own"
+            assert self._written.get(place) == self._key(row.request, position), "a row attends to what is not its own"
         assert row.position < plan.longest
         return self._advance(row)
 
@@ -156,7 +188,12 @@ class FakeDevice:
 
     def _write(self, page: int, request: Request, position: int) -> None:
         assert page != SCRATCH_PAGE, "a running row writes to the scratch page"
-        self._written[int(page), position % self._page_size] = (request.row, position)
+        self._written[int(page), position % self._page_size] = self._key(request, position)
+
+    @staticmethod
+    def _key(request: Request, position: int) -> tuple[object, int]:
+        """The key and value of a position: those of a prompt are the same for all that have it."""
+        return (request.prompt.tobytes() if position < len(request.prompt) else request.row), position
 
     @staticmethod
     def _report(rows: list[tuple[int, Outcome, np.float32]]) -> StepResult:

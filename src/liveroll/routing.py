@@ -39,9 +39,13 @@ class Router:
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""
         first = order_of_admission(call.requests)[: self._config.max_slots]
+        runs: dict[bytes, int] = {}
+        for row, request in enumerate(first):
+            runs.setdefault(request.prompt.tobytes(), row)
         return plan_routes(
             [len(request.prompt) for request in first],
             [request.sampling.max_new_tokens for request in first],
+            runs=list(runs.values()),
             rows=len(call.requests),
             configured=self._config.prefill_route,
             allowed=self._config.auto_routes,

@@ -22,7 +22,7 @@ class SamplingConfig:
     Args:
         max_new_tokens: tokens to generate, at most.
         min_new_tokens: tokens before which no stop token may be chosen.
-        n: samples of each prompt.
+        n: samples of each prompt, which is prefilled once for all of them.
         temperature: divides the logits; 0 is greedy, any other value samples and is at least 1e-6.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.

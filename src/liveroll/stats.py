@@ -43,12 +43,13 @@ class StatsRecorder:
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
-        preemptions = peak = captures = replays = 0
+        shared = preemptions = peak = captures = replays = 0
         eager_reason = uncompiled_reason = None
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
             routes, tokens, padded = dict(counts.routes), counts.tokens, counts.padded
+            shared = scheduler.shared_tokens
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
@@ -62,6 +63,7 @@ class StatsRecorder:
             prefill_routes=routes,
             prefill_tokens=tokens,
             padded_tokens=padded,
+            shared_tokens=shared,
             decode_steps=steps,
             preemptions=preemptions,
             peak_pages=peak,

@@ -63,6 +63,7 @@ class RolloutStats:
             first admission.
         prefill_tokens: token positions in them, padding included.
         padded_tokens: how many of those were padding.
+        shared_tokens: prompt tokens that were not run because another sample of the prompt had run them.
         decode_steps: forwards for one new token of every running row.
         preemptions: rows put back in the queue because the pages ran out.
         peak_pages: most KV pages in use at once.
@@ -80,6 +81,7 @@ class RolloutStats:
     prefill_forwards: int
     prefill_tokens: int
     padded_tokens: int
+    shared_tokens: int
     decode_steps: int
     preemptions: int
     peak_pages: int

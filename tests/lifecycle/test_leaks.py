@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import zoo
 from rollouts import check, engine_of, prompts, tokens
 
 from liveroll import RolloutEngine, SamplingConfig
+from liveroll.prefill.logits import PromptLogits
+from liveroll.scheduling.pages import PageAllocator
 
 LONG = 24
 
@@ -191,6 +195,43 @@ def test_a_stream_closed_early(model, taken):
         next(stream)
     stream.close()
     check(engine, model, prompts(5, rows=6), 10)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_a_stream_of_samples_closed_early(model, taken):
+    """Guards against pages or logits of a shared prompt that outlive a stream which was left before its last sample."""
+
+    def held():
+        gc.collect()
+        return [kept for kept in gc.get_objects() if type(kept) in (PromptLogits, PageAllocator)]
+
+    before = held()
+    engine = engine_of(model, run_ahead=2, page_size=4)
+    rows, sampling = prompts(7, rows=2), SamplingConfig(n=7, temperature=1.5, top_k=0, seed=1, max_new_tokens=9)
+    stream = engine.stream(rows, sampling)
+    found = {(c.prompt_index, c.sample_index): c.token_ids for c, _ in zip(stream, range(taken), strict=False)}
+    stream.close()
+    del stream
+    assert held() == before
+    batch = engine.generate(rows, sampling)
+    assert found.items() <= {(c.prompt_index, c.sample_index): c.token_ids for c in batch.completions}.items()
+    fresh = engine_of(model, capture=False, page_size=4).generate(rows, sampling)
+    assert tokens(batch) == tokens(fresh)
+    assert batch.stats.peak_pages == fresh.stats.peak_pages
+    assert batch.stats.prefill_tokens == fresh.stats.prefill_tokens == 14
+    del batch, fresh
+    assert held() == before
+
+
+def test_logits_are_kept_for_waiting_samples_alone(model):
+    """Guards against the logits of every prompt of a call piling up on the device."""
+    engine = engine_of(model, max_slots=1)
+    stream = engine.stream(prompts(7, rows=3), SamplingConfig(n=3, temperature=1.5, seed=1, max_new_tokens=2))
+    sizes = []
+    for _ in stream:
+        (kept,) = [kept for kept in gc.get_objects() if type(kept) is PromptLogits]
+        sizes.append(len(kept._rows))
+    assert sizes == [1, 1, 0] * 3
 
 
 def test_a_step_interrupted_half_way(model):

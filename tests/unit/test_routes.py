@@ -45,10 +45,11 @@ cost_models = st.builds(
 )
 
 
-def compare(lengths, budget=16, *, costs=None, room=WIDE, rows=None, configured="auto", allowed=ROUTES, budgets=None):
+def compare(lengths, budget=16, *, costs=None, room=WIDE, rows=None, configured="auto", allowed=ROUTES, **more):
     return plan_routes(
         lengths,
-        budgets or [budget] * len(lengths),
+        more.get("budgets", [budget] * len(lengths)),
+        runs=more.get("runs", range(len(lengths))),
         rows=rows or len(lengths),
         configured=configured,
         allowed=allowed,

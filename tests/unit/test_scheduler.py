@@ -30,18 +30,26 @@ class Case:
     ahead: int = 0
 
 
+def key_of(request: Request) -> bytes:
+    return request.prompt.tobytes()
+
+
 @st.composite
 def cases(draw) -> Case:
+    # Fewer prompts than requests: some share one.
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    prompt = st.integers(0, len(lengths) - 1)
     request = st.fixed_dictionaries(
         {
-            "prompt": st.integers(1, 12),
+            "kind": prompt,
             "budget": st.integers(1, 30),
             "stop_token_ids": st.sets(st.integers(0, VOCAB - 1), max_size=1).map(tuple),
             "stop": st.lists(st.text(LETTERS, min_size=1, max_size=2), max_size=2).map(tuple),
         }
     )
+    requests = draw(st.lists(request, min_size=1, max_size=10))
     return Case(
-        requests=tuple(draw(st.lists(request, min_size=1, max_size=10))),
+        requests=tuple({"prompt": lengths[request["kind"]], **request} for request in requests),
         slots=draw(st.integers(1, 6)),
         page_size=draw(st.integers(1, 5)),
         spare_pages=draw(st.integers(0, 10)),
@@ -66,7 +74,8 @@ class Drive:
             search_stop=search_stop,
         )
         self.device = FakeDevice(case.page_size)
-        self.queue = sorted(self.requests, key=lambda request: -request.sampling.max_new_tokens)
+        order = [key_of(request) for request in self.requests]
+        self.queue = sorted(self.requests, key=lambda r: (-r.sampling.max_new_tokens, order.index(key_of(r))))
         self.running: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.done: Counter[int] = Counter()
@@ -74,6 +83,7 @@ class Drive:
         self.position: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.steps: list[StepPlan] = []
+        self.shared_tokens = 0
 
     def run(self) -> Drive:
         while (plan := self.plan()) is not None:
@@ -94,17 +104,19 @@ class Drive:
         return self
 
     def plan(self) -> StepPlan | Wait | None:
-        free, available = self.case.slots - len(self.running), self.allocator.available
+        free, available = self.case.slots - len(self.running), self.available()
         before = {request.row: (request.slot, list(request.pages)) for request in self.running}
         table, version = self.scheduler.block_table.copy(), self.scheduler.table_version
-        preempted, growing = self.scheduler.preemptions, self.growing(self.running)
+        preempted = self.scheduler.preemptions
+        refills = not self.running or free >= min(len(self.queue), REFILL_SHARE * self.case.slots)
+        fits = bool(self.queue) and free > 0 and self.fits(self.queue[0])
         plan = self.scheduler.plan()
         self.scheduler.check()
         asking = sum(self.pages_for(self.position[r.row] + 1) > len(before[r.row][1]) for r in self.going_on())
-        refills = not self.running or free >= min(len(self.queue), REFILL_SHARE * self.case.slots)
-        if self.queue and free and refills and self.needs(self.queue[0]) + growing <= available:
-            assert isinstance(plan, PrefillStep)
-            self.check_admission(plan, free, before)
+        if isinstance(plan, PrefillStep):
+            assert fits, "a request was admitted that does not fit"
+            assert refills or all(source < 0 for source in plan.sources), "a prompt was run for too few rows"
+            self.check_admission(plan, free if refills else 0, before)
         elif plan is None:
             assert not self.running
             assert not self.in_flight
@@ -115,30 +127,60 @@ class Drive:
             assert isinstance(plan, DecodeStep)
             self.check_decode(plan, before, asking - available)
             preempted += len(before) - len(self.running)
+        assert isinstance(plan, PrefillStep) or not (fits and refills), "a request that fits was left out"
         assert self.scheduler.preemptions == preempted
         assert self.scheduler.waiting == len(self.queue)
+        assert self.scheduler.shared_tokens == self.shared_tokens
         if not np.array_equal(table, self.scheduler.block_table):
             assert self.scheduler.table_version != version
         for request in self.queue:
-            assert (request.slot, request.pages) == (None, [])
+            assert (request.slot, request.pages, request.borrowed) == (None, [], 0)
         return plan
 
-    def growing(self, requests: list[Request]) -> int:
-        return sum(self.pages_for(request.longest) > len(request.pages) for request in requests)
+    def available(self) -> int:
+        """Pages that no row holds: those kept for requests that wait can be had for the asking."""
+        return self.allocator.pages - 1 - len({page for request in self.running for page in request.pages})
+
+    def fits(self, request: Request) -> bool:
+        """Whether there are pages for what a request does not share, and one for every row that grows."""
+        siblings = any(key_of(other) == key_of(request) for other in self.running)
+        shared = len(request.prompt) // self.case.page_size if siblings else 0
+        growing = sum(self.pages_for(other.longest) > len(other.pages) for other in self.running)
+        return self.pages_for(len(request.context)) - shared + growing <= self.available()
 
     def check_admission(self, plan: PrefillStep, free: int, before: dict) -> None:
         count = len(plan.admitted)
         assert list(plan.admitted) == self.queue[:count], "the queue is not served in order"
-        full = count == free or count == len(self.queue)
-        left_over = self.allocator.available - self.growing([*self.running, *plan.admitted])
-        assert full or self.needs(self.queue[count]) > left_over, "a request that fits was left out"
         assert before == {r.row: (r.slot, list(r.pages)) for r in self.running}, "a running row was moved"
         self.running += plan.admitted
         del self.queue[:count]
-        for request in plan.admitted:
+        assert count >= free or not self.queue or not self.fits(self.queue[0]), "a request that fits was left out"
+        new = {key_of(request) for request in self.queue if not len(request.tokens)}
+        run = [key_of(r) for i, r in enumerate(plan.admitted) if plan.sources[i] == i and not len(r.tokens)]
+        assert len(set(run)) == len(run), "a prompt was run twice in one step"
+        kept = {plan.group_of(source) for source in plan.kept}
+        assert kept <= {request.group for request in self.requests if key_of(request) in new}
+        held = {page for _, pages in before.values() for page in pages}
+        for index, request in enumerate(plan.admitted):
+            if plan.sources[index] == index:
+                assert not held & set(request.pages[request.borrowed :]), "a prefill writes to a page of another row"
+            else:
+                self.shared_tokens += len(request.prompt)
+            held |= set(request.pages)
             self.position[request.row] = len(request.context)
             self.left[request.row] = request.sampling.max_new_tokens - len(request.tokens) - 1
             self.check_pages(request, len(request.context))
+        self.check_sharing()
+
+    def check_sharing(self) -> None:
+        """Rows with one prompt share the pages that it fills, and no rows share any other."""
+        distinct = 0
+        for key in {key_of(request) for request in self.running}:
+            rows = [request for request in self.running if key_of(request) == key]
+            full = len(rows[0].prompt) // self.case.page_size
+            assert len({tuple(request.pages[:full]) for request in rows}) == 1, "a prompt is held twice"
+            distinct += full + sum(len(request.pages) - full for request in rows)
+        assert distinct == len({page for request in self.running for page in request.pages}), "a page is shared"
 
     def check_decode(self, plan: DecodeStep, before: dict, lacking: int) -> None:
         kept = [request for request in self.running if request.slot is not None]
@@ -146,8 +188,11 @@ class Drive:
         if preempted := self.running[len(kept) :]:
             assert not self.in_flight, "a row was preempted before all its tokens were known"
             assert lacking > 0, "a row was preempted while there were pages"
-            assert self.allocator.available <= len(before[preempted[0].row][1]), "more rows than needed were preempted"
+            others = {page for request in kept for page in before[request.row][1]}
+            given_back = len(set(before[preempted[0].row][1]) - others)
         self.running, self.queue = kept, preempted + self.queue
+        if preempted:
+            assert self.available() <= given_back, "more rows than needed were preempted"
         for request in kept:
             slot, pages = before[request.row]
             assert (request.slot, request.pages[: len(pages)]) == (slot, pages), "a running row was moved"
@@ -158,6 +203,7 @@ class Drive:
             self.position[request.row] += 1
             self.left[request.row] -= 1
             self.check_pages(request, self.position[request.row])
+        self.check_sharing()
 
     def check_pages(self, request: Request, tokens: int) -> None:
         """The request has pages for so many tokens, and nothing else stands in its row of the block table."""
@@ -175,9 +221,6 @@ class Drive:
     def going_on(self) -> list[Request]:
         """The running requests that have a step left, as far as is known."""
         return [request for request in self.running if self.left[request.row]]
-
-    def needs(self, request: Request) -> int:
-        return self.pages_for(len(request.context))
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.case.page_size)
@@ -211,6 +254,12 @@ def test_a_step_is_planned_only_for_rows_that_go_on():
     """Guards against a row that is fed behind its last page because its end is not known yet."""
     drive = Drive(Case(({"prompt": 4, "budget": 2}, {"prompt": 4, "budget": 6}), 2, 4, 99, ahead=3)).run()
     assert [len(plan.slots) for plan in drive.steps[1:]] == [2, 1, 1, 1, 1]
+
+
+def groups_of(slots: int, *requests: tuple[int, int, int], page_size: int = 4, spare_pages: int = 99, ahead: int = 0):
+    """A case of requests given as kind of the prompt, its length, and the budget."""
+    arguments = tuple({"kind": kind, "prompt": prompt, "budget": budget} for kind, prompt, budget in requests)
+    return Case(arguments, slots, page_size, spare_pages, ahead)
 
 
 def admissions(drive: Drive) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from liveroll.decode.decoder import Decoder
 from liveroll.decode.sampler import Variant
 from liveroll.decode.upload import upload
 from liveroll.planning.prefill import PrefillPlanner
+from liveroll.prefill.logits import PromptLogits
 from liveroll.prefill.runner import PrefillCounts, PrefillRunner
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
@@ -57,6 +58,7 @@ class StepRunner:
         self._variant = variant
         self._planner = planner
         self._run_ahead = run_ahead
+        self._logits = PromptLogits()
         self._launched: deque[_Launched] = deque()
         self._table_version = -1
         self.decode_steps = 0
@@ -92,16 +94,35 @@ class StepRunner:
             yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32))
 
     def _run_prefill(self, plan: PrefillStep) -> Tensor:
-        state = self._decoder.state
-        slots = state.admit(plan.admitted)
-        lengths = [len(request.prompt) + len(request.tokens) for request in plan.admitted]
+        slots = self._decoder.state.admit(plan.admitted)
         report = torch.empty(3, len(slots), dtype=torch.int32, device=slots.device)
-        prefill = self._planner.plan(lengths)
-        for forward in prefill.forwards:
-            logits = self._prefill.run(plan.admitted, forward, prefill.route)
-            rows = upload(np.array(forward.indices), slots.device)
-            report[:, rows] = advance(state, slots[rows], logits, self._variant)
+        takers = plan.takers()
+        if earlier := [source for source in takers if source < 0]:
+            logits = self._logits.of([plan.group_of(source) for source in earlier])
+            self._sample(logits, [takers[source] for source in earlier], slots, report)
+        if run := [source for source in takers if source >= 0]:
+            requests = [plan.admitted[source] for source in run]
+            prefill = self._planner.plan([len(request.prompt) + len(request.tokens) for request in requests])
+            for forward in prefill.forwards:
+                logits = self._prefill.run(requests, forward, prefill.route)
+                sources = [run[index] for index in forward.indices]
+                for place, source in enumerate(sources):
+                    if source in plan.kept:
+                        self._logits.keep(plan.group_of(source), logits[place])
+                self._sample(logits, [takers[source] for source in sources], slots, report)
+        self._logits.drop_others({plan.group_of(source) for source in plan.kept})
+        if plan.copies:
+            old, new = upload(np.ascontiguousarray(np.array(plan.copies, np.int64).T), slots.device)
+            self._decoder.storage.copy_pages(old, new)
         return report
+
+    def _sample(self, logits: Tensor, takers: Sequence[Sequence[int]], slots: Tensor, report: Tensor) -> None:
+        """Sample from each row of logits as often as it has takers, into their columns of the report."""
+        rows = upload(np.concatenate([np.array(row, np.int64) for row in takers]), slots.device)
+        if len(rows) > len(logits):
+            places = np.repeat(np.arange(len(takers)), [len(row) for row in takers])
+            logits = logits[upload(places, slots.device)]
+        report[:, rows] = advance(self._decoder.state, slots[rows], logits, self._variant)
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self.decode_steps += 1

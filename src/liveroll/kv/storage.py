@@ -14,6 +14,7 @@ from liveroll.model.geometry import LayerSpec
 
 # Wide loads of a kernel want every tensor to begin on such a boundary.
 _ALIGNMENT = 256
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PagedStorage:
@@ -43,6 +44,12 @@ class PagedStorage:
             for shape, start in zip(shapes, starts, strict=False)
         ]
         self.keys, self.values = tensors[: len(layers)], tensors[len(layers) :]
+        # Pages are copied as the largest integers that all of them consist of.
+        page_sizes = [math.prod(shape[1:]) * dtype.itemsize for shape in shapes]
+        word = math.gcd(8, *page_sizes)
+        self._words = self.arena.memory.view(_WORDS[word])
+        self._largest_page = max(page_sizes) // word
+        self._starts, self._page_sizes = torch.tensor([starts[:-1], page_sizes], device=device) // word
 
     @property
     def bytes(self) -> int:
@@ -65,6 +72,21 @@ class PagedStorage:
             return
         for stored, given in ((self.keys[layer], key), (self.values[layer], value)):
             stored.flatten(0, 1).index_copy_(0, index, given.to(stored.dtype))
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages of all layers.
+
+        Args:
+            sources: `[C]` int64 pages.
+            targets: `[C]` int64 pages, all different and none of them a source.
+        """
+        if self.arena.memory.is_cuda:
+            from liveroll.kernels.page_copy import copy_pages
+
+            copy_pages(self._words, self._starts, self._page_sizes, self._largest_page, sources, targets)
+            return
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def bytes_per_token(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:

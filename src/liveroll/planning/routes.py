@@ -125,6 +125,7 @@ def plan_routes(
     lengths: Sequence[int],
     budgets: Sequence[int],
     *,
+    runs: Sequence[int],
     rows: int,
     configured: PrefillRoute,
     allowed: Sequence[Route],
@@ -137,6 +138,7 @@ def plan_routes(
     Args:
         lengths: prompt tokens of each row admitted first.
         budgets: tokens that each of them may generate.
+        runs: which of them run their prompt; the others share what one of these has run, but for `ordinary`.
         rows: rows of the call.
         configured: the route asked for, or `auto`.
         allowed: the routes that `auto` may take, at least one of them not `ordinary`.
@@ -150,7 +152,9 @@ def plan_routes(
             forwards: tuple[Forward, ...] = (Forward(tuple(range(len(lengths))), max(lengths)),)
             obstacle = obstacle_to_ordinary(lengths, budgets, rows, room, costs.max_tokens)
         else:
-            forwards, obstacle = plan_forwards(route, lengths, costs, geometry), None
+            planned = plan_forwards(route, [lengths[row] for row in runs], costs, geometry)
+            forwards = tuple(Forward(tuple(runs[index] for index in indices), width) for indices, width in planned)
+            obstacle = None
         terms = price_forwards(route, forwards, lengths, costs, geometry)
         candidates[route] = RouteCandidate(
             route=route,

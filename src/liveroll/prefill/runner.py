@@ -20,6 +20,7 @@ from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
 from liveroll.planning.prefill import Forward
+from liveroll.scheduling.pages import SCRATCH_PAGE
 from liveroll.scheduling.request import Request
 
 
@@ -99,5 +100,7 @@ class PrefillRunner:
     def _storage_rows(self, request: Request, length: int) -> np.ndarray:
         size = self._storage.page_size
         position = np.arange(length)
-        rows: np.ndarray = np.array(request.pages, np.int64)[position // size] * size + position % size
+        pages = np.array(request.pages, np.int64)
+        pages[: request.borrowed] = SCRATCH_PAGE
+        rows: np.ndarray = pages[position // size] * size + position % size
         return rows

@@ -1,6 +1,9 @@
-"""Which pages of KV storage are taken."""
+"""Which pages of KV storage are taken, and how many hold each."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from liveroll.errors import KVMemoryError
 
@@ -11,6 +14,8 @@ SCRATCH_PAGE = 0
 class PageAllocator:
     """Hands out page numbers `1 .. pages - 1`; page 0 is the scratch page.
 
+    A page that is shared is given back by every holder, and free when the last has done so.
+
     Args:
         pages: pages in the storage, the scratch page included.
     """
@@ -18,16 +23,20 @@ class PageAllocator:
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._free = list(range(pages - 1, SCRATCH_PAGE, -1))
-        self._taken: set[int] = set()
+        self._holders = [0] * pages
         self.peak = 0
 
     @property
     def available(self) -> int:
-        """Pages that nobody owns."""
+        """Pages that nobody holds."""
         return len(self._free)
 
+    def holders(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holders[page]
+
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages.
+        """Take `count` free pages.
 
         Raises:
             KVMemoryError: fewer are available; none is taken.
@@ -35,25 +44,48 @@ class PageAllocator:
         if count > len(self._free):
             raise KVMemoryError(f"{count} KV pages were asked for and {len(self._free)} are free")
         taken = [self._free.pop() for _ in range(count)]
-        self._taken.update(taken)
-        self.peak = max(self.peak, len(self._taken))
+        for page in taken:
+            self._holders[page] = 1
+        self.peak = max(self.peak, self.pages - 1 - len(self._free))
         return taken
 
-    def deallocate(self, pages: list[int]) -> None:
-        """Give pages back.
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold pages that others hold already.
+
+        Raises:
+            ValueError: a page is not taken; none is shared.
+        """
+        self._refuse_strays(pages, "shared")
+        for page in pages:
+            self._holders[page] += 1
+
+    def deallocate(self, pages: Sequence[int]) -> None:
+        """Give pages back, each once.
 
         Raises:
             ValueError: a page is not taken; nothing is given back.
         """
-        stray = [page for page in pages if page not in self._taken]
-        if stray or len(set(pages)) != len(pages):
-            raise ValueError(f"pages {stray or pages} were given back without being taken")
-        self._taken.difference_update(pages)
-        self._free.extend(pages)
+        self._refuse_strays(pages, "given back")
+        for page in pages:
+            self._holders[page] -= 1
+        self._free.extend(page for page in pages if not self._holders[page])
 
-    def check(self) -> None:
-        """Raise AssertionError unless every page is either free or taken, once."""
-        free = set(self._free)
+    def check(self, held: Iterable[int]) -> None:
+        """Raise AssertionError unless every page is free or held by as many as counted.
+
+        Args:
+            held: the pages of every holder, one after the other.
+        """
+        counts, free = Counter(held), set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & self._taken, "a page is free and taken"
-        assert free | self._taken == set(range(SCRATCH_PAGE + 1, self.pages)), "a page is lost"
+        for page in range(self.pages):
+            taken = page == SCRATCH_PAGE or counts[page] > 0
+            assert self._holders[page] == counts[page], f"page {page} is held by others than counted"
+            assert not (taken and page in free), f"page {page} is free and taken"
+            assert taken or page in free, f"page {page} is lost"
+
+    def _refuse_strays(self, pages: Sequence[int], what: str) -> None:
+        known = range(SCRATCH_PAGE + 1, self.pages)
+        stray = [page for page in pages if page not in known or not self._holders[page]]
+        if stray or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {stray or list(pages)} were {what} without being taken")

@@ -21,9 +21,33 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """Run the contexts of newly admitted requests and sample their next token."""
+    """Run what has to be run of newly admitted requests, and sample the next token of each.
+
+    The samples of a prompt share one forward, whose logits are its source. A source is the position in `admitted` of
+    the request that is run, or `~group` for the logits kept of a group in an earlier step.
+
+    Attributes:
+        admitted: the requests.
+        sources: where each of them has its logits from.
+        kept: the sources whose logits are needed again behind this step; no other logits are.
+        copies: pairs of pages, from and to, that are copied once all is run.
+    """
 
     admitted: tuple[Request, ...]
+    sources: tuple[int, ...]
+    kept: frozenset[int]
+    copies: tuple[tuple[int, int], ...]
+
+    def takers(self) -> dict[int, list[int]]:
+        """Of each source, the positions in `admitted` of the requests that sample from its logits."""
+        takers: dict[int, list[int]] = {}
+        for index, source in enumerate(self.sources):
+            takers.setdefault(source, []).append(index)
+        return takers
+
+    def group_of(self, source: int) -> int:
+        """The group whose prompt the logits of a source are behind."""
+        return ~source if source < 0 else self.admitted[source].group
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ class Request:
         logprobs: float32 log-probabilities `[R]` of them.
         finish_reason: None while it runs.
         stop: the token id or string that ended it.
+        group: which distinct prompt of the call it has: equal token ids, equal group.
         slot: the row of the running batch, while it runs.
         pages: its KV pages, in order of position.
+        borrowed: how many of its pages, the first ones, another request has written; its own prefill leaves them.
     """
 
     row: int
@@ -43,8 +45,10 @@ class Request:
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
+    group: int = -1
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    borrowed: int = 0
 
     @property
     def context(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from liveroll.errors import LogitsError
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request, logits_complaint
+from liveroll.scheduling.sharing import Grant, SharedPrompts
 from liveroll.scheduling.transcript import Transcript
 
 REFILL_SHARE = 0.25
@@ -20,6 +21,7 @@ REFILL_SHARE = 0.25
 A refill costs one prefill of c steps' time however many prompts it takes, and a slot waits idle for it. With S
 slots and answers of L tokens, refilling k slots at once loses c / k + k L / (2 S²) steps a prompt, least at
 k = S √(2 c / L): about a quarter of the slots for answers of some hundred tokens and prefills of a few steps.
+A sample whose prompt has been run needs no prefill, and waits for no other.
 """
 
 StopSearch = Callable[[Request, np.ndarray], str | None]
@@ -27,11 +29,12 @@ StopSearch = Callable[[Request, np.ndarray], str | None]
 
 
 def order_of_admission(requests: Sequence[Request]) -> list[Request]:
-    """Requests with the largest budget first, equal ones in the order given.
+    """Requests with the largest budget first, equal ones in the order given, but those of one prompt together.
 
-    Long rows that start early leave a short tail (Graham 1969, doi:10.1137/0117039).
+    Long rows that start early leave a short tail (Graham 1969, doi:10.1137/0117039), and samples that follow one
+    another share what is there.
     """
-    return sorted(requests, key=lambda request: -request.sampling.max_new_tokens)
+    return sorted(requests, key=lambda request: (-request.sampling.max_new_tokens, request.group))
 
 
 class Scheduler:
@@ -40,8 +43,9 @@ class Scheduler:
     Steps may be planned ahead of their results: until it is told otherwise, the scheduler takes every row to go on
     until its budget is spent, and a row that ended earlier is frozen on the device meanwhile.
 
-    Admission takes pages for a request's context only; each further page is taken when its row reaches it. When
-    none is left, the row admitted last goes back to the front of the queue with the tokens it has, and is
+    Admission takes pages for a request's context only, less those it shares with others of its prompt; each
+    further page is taken when its row reaches it. When none is left, prompts kept for waiting requests are given
+    up; after that the row admitted last goes back to the front of the queue with the tokens it has, and is
     prefilled over them again later.
 
     Args:
@@ -61,6 +65,7 @@ class Scheduler:
         page_size: int,
         search_stop: StopSearch | None = None,
     ) -> None:
+        self._sharing = SharedPrompts(requests, allocator, page_size)
         self._waiting = deque(order_of_admission(requests))
         self._allocator = allocator
         self._page_size = page_size
@@ -68,9 +73,11 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
         self._transcript = Transcript(slots, max((r.sampling.max_new_tokens for r in requests), default=1))
-        # Of the next step of each slot: the position it feeds, the positions covered by pages, the tokens left to plan.
+        # Of the next step of each slot: the position it feeds, the positions covered by pages, how many it can come to
+        # need, and the tokens left to plan.
         self._position = np.zeros(slots, np.int64)
         self._covered = np.zeros(slots, np.int64)
+        self._longest = np.zeros(slots, np.int64)
         self._left = np.zeros(slots, np.int64)
         self._active = np.zeros(slots, bool)
         self._tenancy = np.zeros(slots, np.int64)
@@ -88,11 +95,16 @@ class Scheduler:
         """Requests in the queue."""
         return len(self._waiting)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens that were not run because another sample of the prompt had run them."""
+        return self._sharing.shared_tokens
+
     def plan(self) -> StepPlan | Wait | None:
         """Decide the next step; None when every request has finished."""
-        if admitted := self._admit():
+        if admission := self._admit():
             self._in_flight += 1
-            return PrefillStep(tuple(admitted))
+            return admission
         if not self._running:
             return Wait() if self._in_flight else None
         if not self._cover_next_positions():
@@ -138,45 +150,48 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots and block table agree with one another."""
-        self._allocator.check()
         held = [page for request in self._running.values() for page in request.pages]
-        assert len(set(held)) == len(held), "two rows share a page"
+        self._allocator.check([*held, *self._sharing.kept_pages()])
+        self._sharing.check(self._waiting)
         for slot, request in self._running.items():
             row = self.block_table[slot, : len(request.pages)].tolist()
             assert row == request.pages, f"the block table of slot {slot} is stale"
             assert self._covered[slot] == len(request.pages) * self._page_size
         assert not set(self._free_slots) & set(self._running), "a slot is free and running"
 
-    def _admit(self) -> list[Request]:
-        free = len(self._free_slots)
-        if self._running and free < min(len(self._waiting), REFILL_SHARE * len(self._position)):
-            return []
-        # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
-        kept_back = sum(map(self._grows, self._running.values())) if self._waiting else 0
-        admitted: list[Request] = []
-        while self._waiting and self._free_slots:
+    def _admit(self) -> PrefillStep | None:
+        refills = not self._running or len(self._free_slots) >= min(
+            len(self._waiting), REFILL_SHARE * len(self._position)
+        )
+        admitted: list[tuple[Request, Grant]] = []
+        while self._waiting and self._free_slots and (refills or self._sharing.is_ready(self._waiting[0])):
             request = self._waiting[0]
-            length = len(request.prompt) + len(request.tokens)
-            needed = self._pages_for(length)
-            if needed + kept_back > self._allocator.available:
+            # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
+            growing = int((self._active & (self._covered < self._longest)).sum())
+            grant = self._sharing.admit(request, growing, self._waiting)
+            if grant is None:
                 break
             self._waiting.popleft()
-            slot = request.slot = self._free_slots.pop()
-            request.pages = self._allocator.allocate(needed)
-            self.block_table[slot] = SCRATCH_PAGE
-            self.block_table[slot, :needed] = request.pages
-            self.table_version += 1
-            self._covered[slot] = needed * self._page_size
-            # The prefill itself samples a token, which the step after it feeds.
-            self._position[slot] = length
-            self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
-            self._has_stop_strings[slot] = bool(request.sampling.stop)
-            self._transcript.start(slot, request.tokens, request.logprobs)
-            self._running[slot] = request
-            self._active[slot] = True
-            kept_back += self._grows(request)
-            admitted.append(request)
-        return admitted
+            self._start(request)
+            admitted.append((request, grant))
+        return self._sharing.make_step(admitted) if admitted else None
+
+    def _start(self, request: Request) -> None:
+        """Give an admitted request a slot."""
+        slot = request.slot = self._free_slots.pop()
+        length, pages = len(request.prompt) + len(request.tokens), len(request.pages)
+        self.block_table[slot] = SCRATCH_PAGE
+        self.block_table[slot, :pages] = request.pages
+        self.table_version += 1
+        self._covered[slot] = pages * self._page_size
+        # The prefill itself samples a token, which the step after it feeds.
+        self._position[slot] = length
+        self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
+        self._longest[slot] = request.longest
+        self._has_stop_strings[slot] = bool(request.sampling.stop)
+        self._transcript.start(slot, request.tokens, request.logprobs)
+        self._running[slot] = request
+        self._active[slot] = True
 
     def _cover_next_positions(self) -> bool:
         """Give every row that goes on the page of its next position, oldest row first; False to wait for results."""
@@ -184,7 +199,7 @@ class Scheduler:
         if not uncovered.any():
             return True
         for slot in [slot for slot in self._running if uncovered[slot]]:
-            while slot in self._running and not self._allocator.available:
+            while slot in self._running and not self._sharing.make_room(1, self._waiting):
                 # The tokens of a preempted row must all be known, and a result may free pages without preemption.
                 if self._in_flight:
                     return False
@@ -199,24 +214,30 @@ class Scheduler:
         return True
 
     def _preempt(self, slot: int) -> None:
-        request = self._release(slot)
+        request = self._stop(slot)
+        self._sharing.enqueue(request)
         self._waiting.appendleft(request)
+        self._release(request)
         self.preemptions += 1
 
     def _finish(self, slot: int, reason: FinishReason, stop: int | str | None) -> Request:
-        request = self._release(slot)
+        request = self._stop(slot)
         request.finish_reason, request.stop = reason, stop
+        self._release(request)
         return request
 
-    def _release(self, slot: int) -> Request:
+    def _stop(self, slot: int) -> Request:
+        """Take a row out of the running batch, with its tokens."""
         request = self._running.pop(slot)
         self._active[slot] = False
         self._tenancy[slot] += 1
         request.tokens, request.logprobs = self._transcript.read(slot)
-        self._allocator.deallocate(request.pages)
-        request.slot, request.pages = None, []
         self._free_slots.append(slot)
         return request
+
+    def _release(self, request: Request) -> None:
+        self._allocator.deallocate(request.pages)
+        request.slot, request.pages, request.borrowed = None, [], 0
 
     def _find_stop(self, slot: int) -> str | None:
         if self._search_stop is None:
@@ -227,10 +248,6 @@ class Scheduler:
         if request.slot is None:
             raise ValueError("a request that is not running was committed")
         return request.slot
-
-    def _grows(self, request: Request) -> bool:
-        """Whether a running request may still need more pages than it has."""
-        return len(request.pages) < self._pages_for(request.longest)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

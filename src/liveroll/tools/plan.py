@@ -67,13 +67,16 @@ def run_plan(options: PlanOptions) -> RoutePlan:
         refuse_bad_lines(options.prompts, file.bad)
         prompts, sampling = [job.prompt for job in file.jobs], [job.sampling for job in file.jobs]
     else:
-        # Which tokens they are does not matter to a plan.
-        prompts = [[0] * length for length in _read_lengths(options.lengths or "")]
-        sampling = [options.sampling] * len(prompts)
+        lengths = _read_lengths(options.lengths or "")
+        sampling = [options.sampling] * len(lengths)
 
     from liveroll.engine import RolloutEngine
 
     checkpoint = load_checkpoint(options.model, options.dtype, options.device)
+    if options.prompts is None:
+        # Which tokens they are does not matter to a plan, but that no two prompts are equal: those run as one.
+        vocabulary = checkpoint.model.config.get_text_config().vocab_size
+        prompts = [[row % vocabulary] * length for row, length in enumerate(lengths)]
     return RolloutEngine(checkpoint.model, checkpoint.tokenizer, config).plan(prompts, sampling)
 
 
