@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call
 from liveroll.config import RolloutConfig
+from liveroll.decode.adjustments import most_adjusted
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
@@ -16,6 +17,7 @@ from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
 from liveroll.prefill.runner import PrefillRunner
+from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.scheduler import Scheduler
 from liveroll.stats import StatsRecorder
@@ -49,7 +51,7 @@ class Stage:
             CompileError: the model must be compiled, and cannot be.
         """
         shape, dtype = self._probe()
-        variant = Variant.of(call.sampling)
+        variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         self._decoder.prepare(
             shape,
             dtype,
@@ -57,6 +59,8 @@ class Stage:
             longest=max(request.longest for request in call.requests),
             stops=max(len(settings.stop_token_ids) for settings in call.sampling),
             variant=variant,
+            adjusted=most_adjusted(call.sampling),
+            sampled_size=call.sampled_size,
         )
         storage = self._decoder.storage
         allocator = PageAllocator(storage.pages)
@@ -66,6 +70,7 @@ class Stage:
             allocator=allocator,
             page_size=storage.page_size,
             search_stop=None if call.stop_strings is None else call.stop_strings.search,
+            wanted=wanted,
         )
         ahead = self._config.run_ahead
         if ahead is None:
@@ -78,6 +83,7 @@ class Stage:
             route=self._config.prefill_route,
             max_tokens=self._config.prefill_max_tokens,
             run_ahead=ahead,
+            wanted=wanted,
         )
         stats.watch(self._config.prefill_route, scheduler, allocator, runner, self._decoder)
         return scheduler, runner

@@ -17,6 +17,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.upload import upload
 from liveroll.planning.prefill import plan_forwards
 from liveroll.prefill.runner import PrefillCounts, PrefillRunner
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
 
@@ -38,6 +39,7 @@ class StepRunner:
         prefill: runs prefill forwards.
         scheduler: has the pages of every slot.
         variant: how much of sampling the call needs.
+        wanted: what the call is told of each token besides its log-probability.
         route: how admissions are prefilled.
         max_tokens: token positions in one prefill forward, or None.
         run_ahead: steps that may be launched before the result of an earlier one is read.
@@ -53,11 +55,13 @@ class StepRunner:
         route: PrefillRoute,
         max_tokens: int | None,
         run_ahead: int,
+        wanted: Wanted = NOTHING,
     ) -> None:
         self._decoder = decoder
         self._prefill = prefill
         self._scheduler = scheduler
         self._variant = variant
+        self._wanted = wanted
         self._route = route
         self._max_tokens = max_tokens
         self._run_ahead = run_ahead
@@ -92,20 +96,22 @@ class StepRunner:
             step = self._launched.popleft()
             if step.arrived is not None:
                 step.arrived.synchronize()
-            tokens, outcomes, bits = step.report.numpy()
-            yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32))
+            report = step.report.numpy()
+            tokens, outcomes, bits = report[:3]
+            details = self._wanted.read(report[3:])
+            yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32), details)
 
     def _run_prefill(self, plan: PrefillStep) -> Tensor:
         state = self._decoder.state
         slots = state.admit(plan.admitted)
         lengths = [len(request.prompt) + len(request.tokens) for request in plan.admitted]
-        report = torch.empty(3, len(slots), dtype=torch.int32, device=slots.device)
+        report = torch.empty(3 + self._wanted.rows, len(slots), dtype=torch.int32, device=slots.device)
         for forward in plan_forwards(self._route, lengths, self._max_tokens):
             logits = self._prefill.run(plan.admitted, forward)
             rows = upload(np.array(forward.indices), slots.device)
-            report[:, rows] = advance(state, slots[rows], logits, self._variant)
+            report[:, rows] = advance(state, slots[rows], logits, self._variant, self._wanted)
         return report
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self.decode_steps += 1
-        return self._decoder.launch(plan.slots, plan.longest, self._variant)
+        return self._decoder.launch(plan.slots, plan.longest, self._variant, self._wanted)

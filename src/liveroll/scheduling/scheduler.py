@@ -9,6 +9,7 @@ import numpy as np
 
 from liveroll.completion import FinishReason
 from liveroll.errors import LogitsError
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request, logits_complaint
@@ -45,6 +46,7 @@ class Scheduler:
         allocator: the pages of the KV storage.
         page_size: tokens in a page.
         search_stop: finds stop strings; needed when a request has any.
+        wanted: what results tell of each token besides its log-probability.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Scheduler:
         allocator: PageAllocator,
         page_size: int,
         search_stop: StopSearch | None = None,
+        wanted: Wanted = NOTHING,
     ) -> None:
         self._waiting = deque(sorted(requests, key=lambda request: -request.sampling.max_new_tokens))
         self._allocator = allocator
@@ -62,7 +65,8 @@ class Scheduler:
         self._search_stop = search_stop
         self._running: dict[int, Request] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._transcript = Transcript(slots, max((r.sampling.max_new_tokens for r in requests), default=1))
+        budget = max((r.sampling.max_new_tokens for r in requests), default=1)
+        self._transcript = Transcript(slots, budget, wanted)
         # Of the next step of each slot: the position it feeds, the positions covered by pages, the tokens left to plan.
         self._position = np.zeros(slots, np.int64)
         self._covered = np.zeros(slots, np.int64)
@@ -117,7 +121,8 @@ class Scheduler:
         strange = live & np.isnan(result.logprobs)
         if strange.any():
             raise LogitsError(logits_complaint(self._running[int(slots[strange][0])]))
-        self._transcript.append(slots[live], result.tokens[live], result.logprobs[live])
+        details = None if result.details is None else result.details.take(live)
+        self._transcript.append(slots[live], result.tokens[live], result.logprobs[live], details)
         finished = []
         for slot in slots[live & self._has_stop_strings[slots]].tolist():
             if found := self._find_stop(slot):
@@ -166,7 +171,7 @@ class Scheduler:
             self._position[slot] = length
             self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
             self._has_stop_strings[slot] = bool(request.sampling.stop)
-            self._transcript.start(slot, request.tokens, request.logprobs)
+            self._transcript.start(slot, request.tokens, request.logprobs, request.details)
             self._running[slot] = request
             self._active[slot] = True
             kept_back += self._grows(request)
@@ -208,6 +213,7 @@ class Scheduler:
         self._active[slot] = False
         self._tenancy[slot] += 1
         request.tokens, request.logprobs = self._transcript.read(slot)
+        request.details = self._transcript.read_details(slot)
         self._allocator.deallocate(request.pages)
         request.slot, request.pages = None, []
         self._free_slots.append(slot)
