@@ -50,7 +50,7 @@ def check_number(
     config: Any,
     name: str,
     *,
-    low: float = -math.inf,
+    low: float,
     high: float = math.inf,
     low_open: bool = False,
     optional: bool = False,
@@ -63,8 +63,8 @@ def check_number(
         raise ConfigError(f"{_owner(config, name)} must be a number, not {value!r}")
     inside = math.isfinite(value) and (value > low if low_open else value >= low) and value <= high
     if not inside:
-        bounds = f"{'above' if low_open else 'at least'} {low:g} and " if math.isfinite(low) else ""
-        bounds += f"at most {high:g}" if math.isfinite(high) else "finite"
+        bounds = f"{'above' if low_open else 'at least'} {low:g}"
+        bounds += f" and at most {high:g}" if math.isfinite(high) else " and finite"
         raise ConfigError(f"{_owner(config, name)} must be {bounds}, not {value}")
 
 
@@ -99,8 +99,11 @@ def check_tuple(config: Any, name: str, kind: type) -> tuple[Any, ...]:
     return items
 
 
-def check_biases(config: Any, name: str) -> tuple[tuple[int, float], ...]:
-    """The pairs of token id and number that a field maps, by ascending id; JSON writes the ids as strings."""
+def check_biases(config: Any, name: str, *, high: float) -> tuple[tuple[int, float], ...]:
+    """The pairs of token id and number, at most `high` either way, that a field maps, by ascending id.
+
+    JSON writes the ids as strings, so these are taken too.
+    """
     given, owner = getattr(config, name), _owner(config, name)
     try:
         entries = dict(given).items()
@@ -112,8 +115,8 @@ def check_biases(config: Any, name: str) -> tuple[tuple[int, float], ...]:
         value = _plain(value)
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ConfigError(f"{owner} holds {token!r}, which is no token id")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{owner} of token {token} must be a finite number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= high:
+            raise ConfigError(f"{owner} of token {token} must be a number within {high:g} of 0, not {value!r}")
         pairs[token] = float(value)
     return tuple(sorted(pairs.items()))
 

@@ -113,7 +113,7 @@ def run_ordinary(
         len(requests),
         table_width=1,
         stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
-        adjusted_width=most_adjusted(request.sampling for request in requests),
+        adjusted_width=max(1, most_adjusted(request.sampling for request in requests)),
         vocab_size=model.config.get_text_config().vocab_size,
         sampled_size=sampled_size,
         device=device,

@@ -17,6 +17,8 @@ from liveroll.errors import ConfigError
 
 # Logits divided by less leave the range of fp32.
 _LEAST_TEMPERATURE = 1e-6
+# Far more than any logit, and far from the range of fp32.
+_MOST_ADDED = 1e6
 # The alternatives of a token are found one by one, and its kept ids are copied to the host in every step.
 _MOST_ALTERNATIVES = 32
 _MOST_KEPT = 4096
@@ -93,15 +95,15 @@ class SamplingConfig:
         check_number(self, "top_p", low=0.0, high=1.0, low_open=True, optional=True)
         check_number(self, "min_p", low=0.0, high=1.0, optional=True)
         check_number(self, "repetition_penalty", low=0.0, low_open=True, optional=True)
-        check_number(self, "presence_penalty")
-        check_number(self, "frequency_penalty")
+        check_number(self, "presence_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
+        check_number(self, "frequency_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_whole(self, "seed", low=0, optional=True)
         check_flag(self, "logprobs")
         check_flag(self, "raw_logprobs")
         check_whole(self, "top_logprobs", low=0, high=_MOST_ALTERNATIVES)
         check_whole(self, "kept_tokens", low=0, high=_MOST_KEPT)
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", check_biases(self, "logit_bias"))
+            object.__setattr__(self, "logit_bias", check_biases(self, "logit_bias", high=_MOST_ADDED))
         for name in ("forbidden_tokens", "stop_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_tuple(self, name, int))

@@ -36,7 +36,8 @@ def masses(scores: Tensor, top: Tensor) -> Tensor:
         scores: `[B, V]` float32.
         top: `[B, 1]` float32, the largest score of each row.
     """
-    power = ((top - scores).clamp(max=FAR) * POWERS).to(torch.int64).clamp(min=0, max=2**31 - 1)
+    distance = top - scores
+    power = (torch.where(distance < FAR, distance, FAR) * POWERS).to(torch.int64)
     fraction = (power & 0xFFFFFF) << 8
     mass = torch.full_like(power, SERIES[-1])
     for term in reversed(SERIES[:-1]):
