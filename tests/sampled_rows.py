@@ -11,7 +11,7 @@ import torch
 from fake_device import make_request
 
 from liveroll.decode.adjustments import most_adjusted
-from liveroll.decode.state import RowState
+from liveroll.decode.state import Column, RowState
 from liveroll.scheduling.request import Request
 
 
@@ -48,3 +48,15 @@ def moved(state: RowState, device: torch.device) -> RowState:
         if isinstance(value, torch.Tensor):
             setattr(state, name, value.to(device))
     return state
+
+
+def repeated(
+    request: Request, count: int, vocab: int, sampled_size: int | None = None
+) -> tuple[RowState, torch.Tensor]:
+    """The same row `count` times, each with a stream of its own."""
+    state, _ = admitted([request], vocab, sampled_size)
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(state, name, value[:1].repeat(count, *[1] * (value.dim() - 1)))
+    state.numbers[:, Column.STREAM_LOW] = torch.arange(count)
+    return state, torch.arange(count)

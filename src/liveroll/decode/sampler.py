@@ -93,7 +93,7 @@ def sample(logits: Tensor, state: RowState, slots: Tensor, variant: Variant, wan
         tokens = scores.argmax(dim=-1)
     total = torch.logsumexp(scores, dim=-1)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - total
-    return Drawn(tokens, logprobs, _details(logits, scores - total[:, None], tokens, wanted) if wanted.rows else None)
+    return Drawn(tokens, logprobs, _details(logits, scores, total, tokens, wanted) if wanted.rows else None)
 
 
 def adjust(scores: Tensor, state: RowState, slots: Tensor, done: Tensor, settings: Tensor) -> Tensor:
@@ -156,23 +156,24 @@ def _truncate(numbers: Tensor, settings: Tensor) -> bool:
     return bool(limited.any())
 
 
-def _details(logits: Tensor, logprobs: Tensor, tokens: Tensor, wanted: Wanted) -> Tensor:
-    """Details `[wanted.rows, B]` of drawn tokens, out of raw logits and the log-probabilities of every token."""
+def _details(logits: Tensor, scores: Tensor, total: Tensor, tokens: Tensor, wanted: Wanted) -> Tensor:
+    """Details `[wanted.rows, B]` of drawn tokens, out of raw logits and the scores drawn from, whose log-sum is given."""
     parts: list[Tensor] = []
     if wanted.raw:
         raw = logits.to(torch.float32)
         chosen = raw.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(raw, dim=-1)
         parts.append(chosen.view(torch.int32)[None])
-    width = logprobs.shape[1]
+    width = scores.shape[1]
     if wanted.top:
         # Equal tokens in the order of their ids.
-        found = logprobs.sort(dim=-1, descending=True, stable=True)
+        found = scores.sort(dim=-1, descending=True, stable=True)
         missing = wanted.top - min(wanted.top, width)
         ids = torch.nn.functional.pad(found.indices[:, : wanted.top].int(), (0, missing))
-        values = torch.nn.functional.pad(found.values[:, : wanted.top], (0, missing), value=_NEVER)
+        likely = found.values[:, : wanted.top] - total[:, None]
+        values = torch.nn.functional.pad(likely, (0, missing), value=_NEVER)
         parts += [ids.T, values.view(torch.int32).T]
     if wanted.kept:
-        kept = logprobs > _NEVER
+        kept = scores > _NEVER
         ids = torch.where(kept, torch.arange(width), width).sort(dim=-1).values[:, : wanted.kept]
         ids = torch.nn.functional.pad(ids, (0, wanted.kept - ids.shape[1]))
         parts += [kept.sum(dim=-1, dtype=torch.int32)[None], ids.int().T]

@@ -32,7 +32,8 @@ _TERM_0, _TERM_1, _TERM_2, _TERM_3, _TERM_4, _TERM_5, _TERM_6 = _SERIES
 
 
 @triton.jit
-def _mass(score, top):
+def mass(score, top):
+    """`liveroll.decode.truncation.masses` of a block, to the last bit."""
     distance = top - score
     power = (tl.where(distance < _FAR, distance, _FAR) * _POWERS).to(tl.int32)
     fraction = ((power & 0xFFFFFF) << 8).to(tl.uint32)
@@ -127,7 +128,7 @@ def _count(
             if tl.max(within.to(tl.int32), 0) > 0:
                 amount = within.to(tl.int64)
                 if k == 0:
-                    amount = tl.where(within, _mass(score, top), 0)
+                    amount = tl.where(within, mass(score, top), 0)
                 total += tl.where(score[None, :] >= pivot[:, None], amount[None, :], 0)
         tl.store(partial + ((PASS * rows + row) * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS), tl.sum(total, 1))
 
@@ -172,7 +173,7 @@ def _sum(scores, ids, count, listed, low, high, key, edge, top, MASS: tl.constex
         own = _key(score)
         chosen = (score >= low) & (score < high) & ((own > key) | ((own == key) & (index >= edge)))
         if MASS:
-            total += tl.where(chosen, _mass(score, top), 0)
+            total += tl.where(chosen, mass(score, top), 0)
         else:
             total += chosen.to(tl.int64)
     return tl.sum(total, 0)
