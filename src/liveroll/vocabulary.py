@@ -25,7 +25,7 @@ class Vocabulary:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, padded: bool) -> None:
         self._model = model
-        self._tokenizer = None if padded else tokenizer
+        self._tokenizer: Any = None if padded else tokenizer
         self._known = (0, 0)
 
     @property
@@ -36,11 +36,12 @@ class Vocabulary:
     @property
     def sampled_size(self) -> int:
         """Ids below this may be sampled: up to the last that the tokenizer knows or that ends a response."""
-        if not (hasattr(self._tokenizer, "__len__") and hasattr(self._tokenizer, "get_vocab")):
+        tokenizer = self._tokenizer
+        if tokenizer is None or not (hasattr(tokenizer, "__len__") and hasattr(tokenizer, "get_vocab")):
             return self.size
-        count = len(self._tokenizer)
+        count = len(tokenizer)
         if self._known[0] != count:  # the whole vocabulary is looked at once, and again when tokens were added
-            self._known = (count, 1 + max(self._tokenizer.get_vocab().values(), default=-1))
+            self._known = (count, 1 + max(tokenizer.get_vocab().values(), default=-1))
         eos = self._model.generation_config.eos_token_id
         ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         return min(max(self._known[1], 1 + max(ends, default=-1)), self.size)

@@ -157,7 +157,7 @@ def _truncate(numbers: Tensor, settings: Tensor) -> bool:
 
 
 def _details(logits: Tensor, scores: Tensor, total: Tensor, tokens: Tensor, wanted: Wanted) -> Tensor:
-    """Details `[wanted.rows, B]` of drawn tokens, out of raw logits and the scores drawn from, whose log-sum is given."""
+    """Details `[wanted.rows, B]` of drawn tokens: from raw logits, and from the scores drawn from and their log-sum."""
     parts: list[Tensor] = []
     if wanted.raw:
         raw = logits.to(torch.float32)

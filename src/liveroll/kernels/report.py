@@ -30,7 +30,7 @@ def _rank_block(
         score = tl.where(place == where, float("-inf"), score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rank_row(best, ids, totals, found, logprobs, rows, candidates, count, CANDIDATES: tl.constexpr):
     row = tl.program_id(0)
     place = tl.arange(0, CANDIDATES)
@@ -71,7 +71,7 @@ def rank(source: Source, draw: Draw, state: RowState, slots: Tensor, ids: Tensor
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "limit"])
 def _list_block(
     values, bounds, edges, slots, settings, kept, counts, ids, stride, width, rows, limit,
     BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr,

@@ -104,7 +104,7 @@ def _bracket(
     return low, high, above, goal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _count(
     scores, tops, sums, counts, partial, slots, numbers, settings, width, rows,
     PASS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr,
@@ -115,7 +115,7 @@ def _count(
     k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
     if (k > 0) | (tail > 0.0):
         top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, above, goal = _bracket(partial, row, rows, width, k, tail, top, reach, PASS, PIVOTS, SPLITS)
+        low, high, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, PASS, PIVOTS, SPLITS)
         pivot = _pivots(low, high, top, reach, PASS, PIVOTS)
         share = tl.cdiv(width, SPLITS * CHUNK) * CHUNK
         end = tl.minimum((split + 1) * share, width)
@@ -133,7 +133,7 @@ def _count(
         tl.store(partial + ((PASS * rows + row) * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS), tl.sum(total, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _list(
     scores, tops, sums, counts, partial, found, ids, slots, numbers, settings, width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr,
@@ -145,7 +145,7 @@ def _list(
     k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
     if (k > 0) | (tail > 0.0):
         top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, above, goal = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
+        low, high, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
         index = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + row.to(tl.int64) * width + index, mask=index < width, other=float("nan"))
         # Top-p after top-k looks at all that top-k keeps.
@@ -180,9 +180,7 @@ def _sum(scores, ids, count, listed, low, high, key, edge, top, MASS: tl.constex
 
 
 @triton.jit
-def _search(
-    scores, ids, count, listed, low, high, lowest, above, goal, top, MASS: tl.constexpr, CHUNK: tl.constexpr
-):
+def _search(scores, ids, count, listed, low, high, lowest, above, goal, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The largest key, from `lowest` on, such that what is at or above it reaches a goal."""
     reached, missed = lowest.to(tl.int64), _key(high).to(tl.int64)
     while missed - reached > 1:
@@ -192,7 +190,7 @@ def _search(
     return reached
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _select(
     scores, tops, sums, counts, partial, found, ids, bounds, edges, slots, numbers, settings, width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr, LEAST: tl.constexpr,

@@ -139,7 +139,8 @@ def to_generation_config(sampling: ResolvedSampling) -> GenerationConfig:
     """Return the complete configuration with which `model.generate` does what `sampling` says.
 
     Everything that `ResolvedSampling` does not hold is at its default, since `resolve_sampling` refuses the
-    rest. Stop strings and the presence and frequency penalties are left out. Use it with `liveroll.model.versions.prepared_for_generate`.
+    rest. Stop strings are left out, and the presence and frequency penalties, which `generate` does not know. Use it
+    with `liveroll.model.versions.prepared_for_generate`.
     """
     fields = default_generation_fields()
     same = ("max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p")

@@ -61,7 +61,7 @@ def _single(config: GenerationConfig, name: str, tokens: Any, vocab_size: int) -
     if isinstance(tokens, Iterable) and len(entry := list(tokens)) != 1:
         raise UnsupportedGenerationError(
             f"generation_config.{name}={reprlib.repr(getattr(config, name))} holds {entry}, and the engine biases and "
-            f"forbids single tokens only: take it out, {INSTEAD}"
+            f"forbids single tokens only: unset it, {INSTEAD}"
         )
     return _checked(config, name, entry if isinstance(tokens, Iterable) else [tokens], vocab_size)[0]
 
@@ -72,7 +72,7 @@ def _ids(config: GenerationConfig, name: str, vocab_size: int) -> list[int]:
 
 
 def _checked(config: GenerationConfig, name: str, tokens: list[Any], vocab_size: int) -> list[int]:
-    plain = [token.item() if isinstance(token, torch.Tensor) else token for token in tokens]
+    plain: list[Any] = [token.item() if isinstance(token, torch.Tensor) else token for token in tokens]
     if not all(isinstance(token, int) and 0 <= token < vocab_size for token in plain):
         raise _malformed(config, name, f"must hold token ids of this model, 0 to {vocab_size - 1}")
     return plain
