@@ -51,7 +51,7 @@ def test_memory_says_what_is_kept(model):
     # Four rows of 256 tokens in pages of 16, and the scratch page.
     assert kept.kv == batch.stats.kv_bytes == (4 * 256 + 16) * KV_BYTES_PER_TOKEN
     assert kept.graphs == 0  # without device graphs, none have a pool
-    # Eight int64 and six fp32 a slot, eight stop tokens, sixteen pages in int32, and sixteen adjusted tokens, each with a
+    # Eight int64 and six fp32 a slot, eight stop tokens, sixteen pages in int32; sixteen adjusted tokens, each with a
     # bias and a count, in four bytes; five slots with the inert one.
     assert kept.static == 5 * (8 * 8 + 6 * 4 + 8 * 8 + 16 * 4 + 16 * 12) + 4 * 8 + 3 * 4 * 4
     assert kept.total == kept.kv + kept.static
