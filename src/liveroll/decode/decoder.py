@@ -17,6 +17,7 @@ from liveroll.decode.capture import choose_capture
 from liveroll.decode.failure import describe_failure
 from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.graphs import GraphStore
+from liveroll.decode.room import make_room
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
@@ -31,14 +32,10 @@ from liveroll.model.forward import autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
-from liveroll.planning.capacity import round_capacity
 from liveroll.planning.ladder import ladder, rung_for
 from liveroll.scheduling.details import NOTHING, Wanted
 
 logger = logging.getLogger("liveroll")
-
-_LEAST_STOPS = 8
-_LEAST_ADJUSTED = 16
 
 
 class Decoder:
@@ -128,7 +125,7 @@ class Decoder:
             CaptureError: `capture` is True and the model's step cannot be captured.
         """
         self.wake()
-        room = self._room(longest, stops, adjusted)
+        room = make_room(self._config, self._state, longest, stops, adjusted)
         room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
         settings["autocast"] = autocast_dtype(self._model.device)
@@ -273,21 +270,6 @@ class Decoder:
         if needed and self._config.capture is True:
             raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
         return needed
-
-    def _room(self, longest: int, stops: int, adjusted: int) -> dict[str, int]:
-        """Room for tokens, stop tokens and adjusted tokens in a row: what there is, as long as it is enough."""
-        tokens = self._config.max_length or round_capacity(longest)
-        width, adjusted = _LEAST_STOPS, max(_LEAST_ADJUSTED, 1 << max(adjusted - 1, 0).bit_length())
-        if self._state is not None:
-            tokens = max(tokens, self._state.block_table.shape[1] * self._config.page_size)
-            width = self._state.stops.shape[1]
-            adjusted = max(adjusted, self._state.adjusted.shape[1])
-        size = self._config.page_size
-        return {
-            "tokens a row": -(-tokens // size) * size,
-            "stop tokens a row": max(width, stops),
-            "adjusted tokens a row": adjusted,
-        }
 
 
 def _mode(modules: Sequence[nn.Module]) -> str:

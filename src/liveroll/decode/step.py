@@ -14,11 +14,7 @@ from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.kv.storage import PagedStorage
-<<<<<<< HEAD
-=======
-from liveroll.model.forward import ModelForward
 from liveroll.scheduling.details import NOTHING, Wanted
->>>>>>> 4bb44d0 (wip)
 
 
 def decode(
@@ -56,10 +52,5 @@ def decode(
     index = torch.where(live, index, 0)
     layout = PagedLayout(table, torch.where(live, position + 1, 1), index, longest)
     with interface.bound(PagedCall(backend, storage, layout)):
-<<<<<<< HEAD
         logits = forward(numbers[:, :1], position[:, None])
-    return advance(state, slots, logits[:, -1], variant)
-=======
-        logits = forward(numbers[:, :1], position[:, None], PagedCache(storage, index))
     return advance(state, slots, logits[:, -1], variant, wanted)
->>>>>>> 4bb44d0 (wip)
