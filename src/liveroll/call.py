@@ -26,12 +26,14 @@ class Call:
         sampling: resolved settings of each prompt.
         requests: one for each sample of each prompt, in the order of the result.
         stop_strings: finds stop strings; None where no prompt has any.
+        sampled_size: ids below this may be sampled; None where the call was handed on.
     """
 
     prompts: PromptBatch
     sampling: tuple[ResolvedSampling, ...]
     requests: tuple[Request, ...]
     stop_strings: StopStrings | None
+    sampled_size: int | None = None
 
 
 def spread_sampling(sampling: SamplingConfig | Sequence[SamplingConfig], prompts: int) -> list[SamplingConfig]:
@@ -75,6 +77,7 @@ def make_call(
     max_positions: int | None,
     seed: int,
     tokenizer: Any,
+    sampled_size: int | None = None,
 ) -> Call:
     """Check lengths and lay out the requests.
 
@@ -86,6 +89,7 @@ def make_call(
         max_positions: longest sequence the model allows, or None.
         seed: for prompts whose settings give none.
         tokenizer: needed where there are stop strings.
+        sampled_size: ids below this may be sampled; all of them if None.
 
     Raises:
         PrefillLimitError: a prompt is longer than `max_tokens`.
@@ -118,4 +122,4 @@ def make_call(
                 )
             )
     watched = any(settings.stop for settings in sampling)
-    return Call(prompts, sampling, tuple(requests), StopStrings(tokenizer) if watched else None)
+    return Call(prompts, sampling, tuple(requests), StopStrings(tokenizer) if watched else None, sampled_size)

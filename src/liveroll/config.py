@@ -60,6 +60,8 @@ class RolloutConfig:
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
         seed: the engine's seed, used by calls whose `SamplingConfig.seed` is None. Such calls differ from one
             another, and the sequence of calls repeats with the engine's seed.
+        sample_padded_vocabulary: whether ids that the engine's tokenizer does not know may be sampled. Models often
+            have more rows in their embedding than their tokenizer has tokens, and `model.generate` may choose one.
         progress: show a progress bar of finished completions.
 
     Raises:
@@ -83,6 +85,7 @@ class RolloutConfig:
     max_captures: int | None = None
     run_ahead: int | None = None
     seed: int = 0
+    sample_padded_vocabulary: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +110,7 @@ class RolloutConfig:
         check_whole(self, "max_captures", low=1, optional=True)
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)
+        check_flag(self, "sample_padded_vocabulary")
         check_flag(self, "progress")
         given = [name for name in ("kv_tokens", "kv_bytes", "kv_fraction") if getattr(self, name) is not None]
         if len(given) > 1:

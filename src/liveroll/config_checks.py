@@ -33,8 +33,8 @@ def naming_unknown_options(cls: type[Config]) -> type[Config]:
     return cls
 
 
-def check_whole(config: Any, name: str, *, low: int, optional: bool = False) -> None:
-    """Raise ConfigError unless a field is a whole number of at least `low`, or None where that is allowed."""
+def check_whole(config: Any, name: str, *, low: int, high: int | None = None, optional: bool = False) -> None:
+    """Raise ConfigError unless a field is a whole number in a range, or None where that is allowed."""
     value = _settle(config, name)
     if value is None and optional:
         return
@@ -42,6 +42,8 @@ def check_whole(config: Any, name: str, *, low: int, optional: bool = False) -> 
         raise ConfigError(f"{_owner(config, name)} must be a whole number, not {value!r}")
     if value < low:
         raise ConfigError(f"{_owner(config, name)} must be at least {low}, not {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{_owner(config, name)} must be at most {high}, not {value}")
 
 
 def check_number(
@@ -95,6 +97,28 @@ def check_tuple(config: Any, name: str, kind: type) -> tuple[Any, ...]:
         if isinstance(item, int) and item < 0:
             raise ConfigError(f"{_owner(config, name)} holds {item}; token ids begin at 0")
     return items
+
+
+def check_biases(config: Any, name: str, *, high: float) -> tuple[tuple[int, float], ...]:
+    """The pairs of token id and number, at most `high` either way, that a field maps, by ascending id.
+
+    JSON writes the ids as strings, so these are taken too.
+    """
+    given, owner = getattr(config, name), _owner(config, name)
+    try:
+        entries = dict(given).items()
+    except (TypeError, ValueError):
+        raise ConfigError(f"{owner} must map token ids to numbers, not be {given!r}") from None
+    pairs: dict[int, float] = {}
+    for token, value in entries:
+        token = int(token) if isinstance(token, str) and token.isdecimal() else _plain(token)
+        value = _plain(value)
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ConfigError(f"{owner} holds {token!r}, which is no token id")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= high:
+            raise ConfigError(f"{owner} of token {token} must be a number within {high:g} of 0, not {value!r}")
+        pairs[token] = float(value)
+    return tuple(sorted(pairs.items()))
 
 
 def _owner(config: Any, name: str) -> str:

@@ -27,6 +27,7 @@ from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
 from liveroll.results import make_batch, make_completion
 from liveroll.routing import Router
+from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
@@ -113,7 +114,14 @@ class RolloutEngine:
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
                 self._allow_fallback(refusal)
                 with self._guard.rollout():
-                    call = run_fallback(self._model, batch, settings, self._intake.next_seed(), self.tokenizer)
+                    call = run_fallback(
+                        self._model,
+                        batch,
+                        settings,
+                        self._intake.next_seed(),
+                        self.tokenizer,
+                        self._intake.vocabulary.sampled_size,
+                    )
                 stats.record_fallback(str(refusal))
             result = stats.finish(len(batch.prompts), call.requests, self._decoder.kv_bytes)
             return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
@@ -249,11 +257,12 @@ class RolloutEngine:
                 yield scheduler.commit(done, result)
 
     def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
-        variant = Variant.of(call.sampling)
+        variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         search = None if call.stop_strings is None else call.stop_strings.search
         for start in range(0, len(call.requests), self.config.max_slots):
             chunk = list(call.requests[start : start + self.config.max_slots])
-            stats.record_chunk(run_ordinary(self._model, chunk, variant, search))
+            counts = run_ordinary(self._model, chunk, variant, search, wanted=wanted, sampled_size=call.sampled_size)
+            stats.record_chunk(counts)
             yield chunk
 
     @contextmanager

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from liveroll.call import Call, check_room
+from liveroll.errors import ConfigError
 from liveroll.model.generation import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.sampling_config import SamplingConfig
@@ -18,8 +19,24 @@ from liveroll.stopping import StopStrings
 from liveroll.types import ResolvedSampling
 
 
+class _Known(LogitsProcessor):  # type: ignore[misc]
+    """Excludes the ids that may not be sampled because no tokenizer knows them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        outside = torch.arange(scores.shape[-1], device=scores.device) >= self._size
+        return scores.masked_fill(outside, float("-inf"))
+
+
 def run_fallback(
-    model: PreTrainedModel, prompts: PromptBatch, sampling: Sequence[SamplingConfig], seed: int, tokenizer: Any
+    model: PreTrainedModel,
+    prompts: PromptBatch,
+    sampling: Sequence[SamplingConfig],
+    seed: int,
+    tokenizer: Any,
+    sampled_size: int,
 ) -> Call:
     """Generate with `model.generate`'s own configuration and sampler, which know no log-probabilities or streams.
 
@@ -31,14 +48,18 @@ def run_fallback(
         sampling: the settings of each; prompts with equal settings share a batch.
         seed: seeds torch's generators where the settings give none.
         tokenizer: for stop strings.
+        sampled_size: ids below this may be sampled.
 
     Returns:
         A call whose requests have all finished, and whose resolved settings are empty: they stayed with `generate`.
 
     Raises:
-        ConfigError: there are stop strings and no tokenizer.
+        ConfigError: there are stop strings and no tokenizer, or penalties that `generate` does not know.
         PromptError: a prompt and its budget are longer than the model allows.
     """
+    for settings in sampling:
+        if settings.presence_penalty or settings.frequency_penalty:
+            raise ConfigError("model.generate, which this call falls back to, knows no presence or frequency penalty")
     pad = padding_token(model, tokenizer)
     placeholders = [_placeholder(model, settings, pad) for settings in sampling]
     searching = StopStrings(tokenizer) if any(settings.stop for settings in placeholders) else None
@@ -50,6 +71,8 @@ def run_fallback(
         arguments = generate_kwargs(settings)
         if searching is not None:
             arguments["tokenizer"] = tokenizer
+        if sampled_size < model.config.get_text_config().vocab_size:
+            arguments["logits_processor"] = LogitsProcessorList([_Known(sampled_size)])
         if _is_plain_greedy(model, arguments):
             arguments["num_return_sequences"] = 1
         output = model.generate(

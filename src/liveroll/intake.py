@@ -13,6 +13,7 @@ from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
 from liveroll.streams import call_seed
+from liveroll.vocabulary import Vocabulary
 
 Sampling = SamplingConfig | Sequence[SamplingConfig]
 
@@ -33,6 +34,7 @@ class Intake:
         self._config = config
         self._max_tokens = max_tokens
         self._resolver = SettingsResolver(model)
+        self.vocabulary = Vocabulary(model, tokenizer, padded=config.sample_padded_vocabulary)
         self._calls = 0
 
     def read(self, prompts: Prompts, sampling: Sampling | None) -> tuple[PromptBatch, list[SamplingConfig]]:
@@ -41,7 +43,7 @@ class Intake:
             prompts,
             tokenizer=self._tokenizer,
             pad_token_id=padding_token(self._model, self._tokenizer),
-            vocab_size=self._model.config.get_text_config().vocab_size,
+            vocab_size=self.vocabulary.size,
         )
         return batch, spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
 
@@ -53,14 +55,17 @@ class Intake:
 
     def draft(self, prompts: PromptBatch, settings: Sequence[SamplingConfig]) -> Call:
         """The call that `open` would make. It uses no seed up, so it is not to be run."""
+        resolved = self._resolver.resolve(settings, prompts, padding_token(self._model, self._tokenizer))
+        self.vocabulary.check(resolved)
         return make_call(
             prompts,
-            self._resolver.resolve(settings, prompts, padding_token(self._model, self._tokenizer)),
+            resolved,
             config=self._config,
             max_tokens=self._max_tokens,
             max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
             seed=call_seed(self._config.seed, self._calls + 1),
             tokenizer=self._tokenizer,
+            sampled_size=self.vocabulary.sampled_size,
         )
 
     def next_seed(self) -> int:

@@ -17,12 +17,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from liveroll.decode.adjustments import most_adjusted
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.errors import LogitsError
 from liveroll.model.generation import to_generation_config
 from liveroll.model.versions import prepared_for_generate
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.scheduler import StopSearch
@@ -43,14 +45,15 @@ class _Sampling(LogitsProcessor):  # type: ignore[misc]
     So the route draws the tokens that every other route draws, from the same streams, with per-row settings.
     """
 
-    def __init__(self, state: RowState, variant: Variant) -> None:
+    def __init__(self, state: RowState, variant: Variant, wanted: Wanted) -> None:
         self._state = state
         self._variant = variant
+        self._wanted = wanted
         self._slots = torch.arange(state.slots, device=state.numbers.device)
         self.reports: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        report = advance(self._state, self._slots, scores, self._variant)
+        report = advance(self._state, self._slots, scores, self._variant, self._wanted)
         self.reports.append(report)
         chosen = torch.full_like(scores, float("-inf"))
         return chosen.scatter_(1, report[0].long()[:, None], 0.0)
@@ -80,7 +83,13 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
 
 def run_ordinary(
-    model: PreTrainedModel, requests: Sequence[Request], variant: Variant, search: StopSearch | None
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    variant: Variant,
+    search: StopSearch | None,
+    *,
+    wanted: Wanted = NOTHING,
+    sampled_size: int | None = None,
 ) -> OrdinaryCounts:
     """Generate for one chunk of requests and finish them all.
 
@@ -89,6 +98,8 @@ def run_ordinary(
         requests: at most as many as fit one batch.
         variant: how much of sampling to run.
         search: finds stop strings.
+        wanted: what to tell of each token besides its log-probability.
+        sampled_size: ids below this may be sampled; all of them if None.
     """
     device = model.device
     width = max(len(request.prompt) for request in requests)
@@ -102,13 +113,15 @@ def run_ordinary(
         len(requests),
         table_width=1,
         stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
+        adjusted_width=max(1, most_adjusted(request.sampling for request in requests)),
         vocab_size=model.config.get_text_config().vocab_size,
+        sampled_size=sampled_size,
         device=device,
     )
     if variant is Variant.FULL:
         state.keep_histories()
     state.admit(requests)
-    sampling = _Sampling(state, variant)
+    sampling = _Sampling(state, variant, wanted)
     # All that is left to `generate` is to take the one token that the sampler leaves it.
     bare = replace(
         requests[0].sampling,
@@ -117,6 +130,9 @@ def run_ordinary(
         n=1,
         do_sample=False,
         repetition_penalty=1.0,
+        logit_bias=(),
+        forbidden_tokens=(),
+        first_forbidden_tokens=(),
         stop_token_ids=(),
     )
     with prepared_for_generate(model, to_generation_config(bare)):
@@ -127,18 +143,20 @@ def run_ordinary(
             stopping_criteria=StoppingCriteriaList([_Ended(state, sampling, requests, search)]),
         )
     reports = torch.stack(sampling.reports, dim=1).cpu().numpy()
-    _finish(requests, *reports)
+    _finish(requests, reports, wanted)
     return OrdinaryCounts(ids.size, int(ids.size - mask.sum()), reports.shape[1] - 1)
 
 
-def _finish(requests: Sequence[Request], tokens: np.ndarray, outcomes: np.ndarray, bits: np.ndarray) -> None:
-    """Give requests what `[steps, rows]` reports say of them."""
+def _finish(requests: Sequence[Request], reports: np.ndarray, wanted: Wanted) -> None:
+    """Give requests what `[3 + wanted.rows, steps, rows]` reports say of them."""
+    tokens, outcomes, bits = reports[:3]
     for row, request in enumerate(requests):
         count = int((outcomes[:, row] != Outcome.IDLE).sum())
         if np.isnan(bits[:count, row].copy().view(np.float32)).any():
             raise LogitsError(logits_complaint(request))
         request.tokens = tokens[:count, row].astype(np.int64)
         request.logprobs = bits[:count, row].copy().view(np.float32)
+        request.details = wanted.read(reports[3:, :count, row])
         request.slot = None
         if request.stop is not None:
             request.finish_reason = "stop"

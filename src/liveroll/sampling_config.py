@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from liveroll.config_checks import check_flag, check_number, check_tuple, check_whole, naming_unknown_options
+from liveroll.config_checks import (
+    check_biases,
+    check_flag,
+    check_number,
+    check_tuple,
+    check_whole,
+    naming_unknown_options,
+)
 from liveroll.errors import ConfigError
 
 # Logits divided by less leave the range of fp32.
 _LEAST_TEMPERATURE = 1e-6
+# Far more than any logit, and far from the range of fp32.
+_MOST_ADDED = 1e6
+# The alternatives of a token are found one by one, and its kept ids are copied to the host in every step.
+_MOST_ALTERNATIVES = 32
+_MOST_KEPT = 4096
 
 
 @naming_unknown_options
@@ -27,11 +40,22 @@ class SamplingConfig:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
         min_p: keep tokens whose probability is at least this share of the most likely one's; 0 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens already in the history.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or response.
+        presence_penalty: subtracted from the logits of tokens already in the response. Not inherited.
+        frequency_penalty: subtracted from the logit of a token once for each time that it stands in the response. Not
+            inherited.
+        logit_bias: added to the logits of these token ids, before anything else; `sequence_bias` of the generation
+            configuration is inherited.
+        forbidden_tokens: ids that are never sampled; `suppress_tokens` and `bad_words_ids` of the generation
+            configuration are inherited.
         stop_token_ids: tokens that end a response, as `eos_token_id` does; () never stops early.
         stop: strings that end a response; needs a tokenizer. The text keeps the string found.
         seed: seed of the samples. The same seed and prompt give the same samples, whatever shares the batch.
         logprobs: return the log-probability of each sampled token.
+        raw_logprobs: return each sampled token's log-probability in the softmax of the model's own logits too.
+        top_logprobs: return this many of the most likely alternatives of each token, at most 32.
+        kept_tokens: return the ids that top-k, top-p and min-p kept for each token, where they are at most this many;
+            at most 4096.
 
     Raises:
         ConfigError: a value is not finite, negative or otherwise out of range.
@@ -45,10 +69,17 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    forbidden_tokens: tuple[int, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] | str = ()
     seed: int | None = None
     logprobs: bool = True
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
+    kept_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_whole(self, "max_new_tokens", low=1, optional=True)
@@ -64,10 +95,18 @@ class SamplingConfig:
         check_number(self, "top_p", low=0.0, high=1.0, low_open=True, optional=True)
         check_number(self, "min_p", low=0.0, high=1.0, optional=True)
         check_number(self, "repetition_penalty", low=0.0, low_open=True, optional=True)
+        check_number(self, "presence_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
+        check_number(self, "frequency_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_whole(self, "seed", low=0, optional=True)
         check_flag(self, "logprobs")
-        if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", check_tuple(self, "stop_token_ids", int))
+        check_flag(self, "raw_logprobs")
+        check_whole(self, "top_logprobs", low=0, high=_MOST_ALTERNATIVES)
+        check_whole(self, "kept_tokens", low=0, high=_MOST_KEPT)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", check_biases(self, "logit_bias", high=_MOST_ADDED))
+        for name in ("forbidden_tokens", "stop_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_tuple(self, name, int))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", check_tuple(self, "stop", str))

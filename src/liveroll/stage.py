@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call
 from liveroll.config import RolloutConfig
+from liveroll.decode.adjustments import most_adjusted
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
@@ -20,6 +21,7 @@ from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.routes import RoutePlan
 from liveroll.prefill.runner import PrefillRunner
 from liveroll.routing import Router
+from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.scheduler import Scheduler
 from liveroll.stats import StatsRecorder
@@ -58,7 +60,7 @@ class Stage:
             CompileError: the model must be compiled, and cannot be.
         """
         shape, dtype = self._probe()
-        variant = Variant.of(call.sampling)
+        variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         self._decoder.prepare(
             shape,
             dtype,
@@ -66,6 +68,8 @@ class Stage:
             longest=max(request.longest for request in call.requests),
             stops=max(len(settings.stop_token_ids) for settings in call.sampling),
             variant=variant,
+            adjusted=most_adjusted(call.sampling),
+            sampled_size=call.sampled_size,
         )
         storage = self._decoder.storage
         allocator = PageAllocator(storage.pages)
@@ -75,6 +79,7 @@ class Stage:
             allocator=allocator,
             page_size=storage.page_size,
             search_stop=None if call.stop_strings is None else call.stop_strings.search,
+            wanted=wanted,
         )
         ahead = self._config.run_ahead
         if ahead is None:
@@ -86,6 +91,7 @@ class Stage:
             variant=variant,
             planner=self._router.planner(self._counted_geometry()),
             run_ahead=ahead,
+            wanted=wanted,
         )
         stats.watch(scheduler, allocator, runner, self._decoder)
         return scheduler, runner

@@ -29,7 +29,8 @@ class ResolvedSampling:
     """The settings a prompt really ran with: every field of `SamplingConfig` with nothing left to inherit.
 
     `do_sample` is False where the most likely token is taken; `temperature`, `top_k`, `top_p` and `min_p` are
-    then without effect, as in `model.generate`.
+    then without effect, as in `model.generate`. `first_forbidden_tokens` may not be the first token of a response;
+    they come from `begin_suppress_tokens` of the model's generation configuration alone.
     """
 
     max_new_tokens: int
@@ -46,6 +47,19 @@ class ResolvedSampling:
     seed: int | None
     logprobs: bool
     pad_token_id: int
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    forbidden_tokens: tuple[int, ...] = ()
+    first_forbidden_tokens: tuple[int, ...] = ()
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
+    kept_tokens: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out."""
+        return self.do_sample and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,9 @@ class RolloutBatch:
         sampling: the resolved settings, one for each prompt; empty where the call was handed to `model.generate`,
             which resolved them by itself.
         stats: what the call did.
+        response_logprobs: `[N, R]` float32, `logprobs` of the completions, 0 behind each response; None unless every
+            completion has them.
+        response_raw_logprobs: the same of `raw_logprobs`.
     """
 
     completions: tuple[Completion, ...]
@@ -137,6 +154,8 @@ class RolloutBatch:
     response_start_idx: int
     sampling: tuple[ResolvedSampling, ...]
     stats: RolloutStats = field(repr=False)
+    response_logprobs: torch.Tensor | None = None
+    response_raw_logprobs: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.completions)

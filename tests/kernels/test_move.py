@@ -1,5 +1,6 @@
 """The moving kernel does what the torch one does."""
 
+import pytest
 import torch
 
 from liveroll.decode.advance import move as move_plainly
@@ -7,14 +8,14 @@ from liveroll.decode.state import Column
 from liveroll.scheduling.plan import Outcome
 
 
-def test_same_rows_and_reports(device):
-    """Guards against a frozen row that moves, a stop token that is overlooked, and budgets that are off by one."""
+@pytest.mark.parametrize("keeping", [False, True])
+def test_same_rows_and_reports(device, keeping):
+    """Guards against a frozen row that moves or is counted, a stop that is overlooked, budgets that are off by one."""
     from liveroll.kernels.move import move
 
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(1, 1000, (9, len(Column)), generator=generator)
     numbers[:, Column.REMAINING] = torch.tensor([3, 1, 0, 2, 1, 0, 5, 2, 0])
-    numbers[:, Column.HELD] = torch.tensor([0, 1, 2, 3, 0, 0, 1, 0, 0])
     stops = torch.full((9, 3), -1)
     stops[:, 1] = 7
     stops[3, 2] = 8
@@ -22,10 +23,13 @@ def test_same_rows_and_reports(device):
     slots = torch.tensor([6, 0, 3, 1, 4, 2, 5, 8, 8])
     tokens = torch.tensor([1, 7, 8, 7, 5, 7, 9, 0, 0])
     logprobs = -torch.rand(9, generator=generator)
+    history = torch.randint(0, 5, (9, 12), generator=generator, dtype=torch.int32) if keeping else None
+    kept = None if history is None else history.to(device, copy=True)
     expected_numbers = numbers.clone()
-    expected = move_plainly(expected_numbers, stops, slots, tokens, logprobs)
-    there = numbers.to(device)
-    report = move(there, *(x.to(device) for x in (stops, slots, tokens, logprobs)))
+    there = numbers.to(device, copy=True)
+    expected = move_plainly(expected_numbers, stops, slots, tokens, logprobs, history)
+    report = move(there, *(x.to(device) for x in (stops, slots, tokens, logprobs)), kept)
     assert there.cpu().equal(expected_numbers)
     assert report.cpu().equal(expected)
     assert set(report[1].tolist()) == set(Outcome)
+    assert kept is None or kept.cpu().equal(history)

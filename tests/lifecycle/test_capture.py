@@ -177,6 +177,24 @@ def test_more_stop_tokens_are_given_room_once(model):
     assert_reasons(engine, "stop tokens a row changed from 8 to 9")
 
 
+def test_more_adjusted_tokens_are_given_room_once(model):
+    """Guards against biased and forbidden tokens that are cut off at the captured width."""
+    engine = engine_of(model)
+    rows = prompts(8)
+    (first, *_), *_ = whole = tokens(check(engine, model, rows))
+    unseen = [token for token in range(zoo.VOCAB_SIZE) if all(token not in row for row in whole)]
+    for count, captures in ((15, 2), (16, 4), (40, 6), (15, 6), (16, 6), (40, 6)):
+        # The last of the list is the token that shows.
+        sampling = SamplingConfig(max_new_tokens=BUDGET, forbidden_tokens=[*unseen[:count], first])
+        forbidden = [*unseen[:count], first]
+        expected = [zoo.reference(model, row, max_new_tokens=BUDGET, suppress_tokens=forbidden) for row in rows]
+        assert tokens(engine.generate(rows, sampling)) == expected
+        assert tokens(check(engine, model, rows)) == whole
+        assert engine.captures == captures
+    changes = ("16 to 32", "32 to 64")
+    assert_reasons(engine, *(f"adjusted tokens a row changed from {change}" for change in changes))
+
+
 def test_another_dtype(model):
     """Guards against KV pages and steps of the dtype that the model had before."""
     engine = engine_of(model)
@@ -308,6 +326,8 @@ def test_two_samplers_at_most_are_captured(model):
         {"temperature": 1.2, "min_p": 0.1},
         {"repetition_penalty": 1.4},
         {"min_new_tokens": 3, "stop_token_ids": (1, 2, 3)},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"logit_bias": {5: 3.0}, "forbidden_tokens": (7, 8)},
         {"temperature": 0.0, "top_k": 5},
     ]
     for count, setting in enumerate(settings, 1):
@@ -315,6 +335,30 @@ def test_two_samplers_at_most_are_captured(model):
         batch = engine.generate(prompts(8), sampling)
         assert tokens(batch) == tokens(engine_of(model, capture=False).generate(prompts(8), sampling))
         assert engine.captures == (1 if count <= 2 else 2)
+    assert engine.recapture_reasons == []
+
+
+def test_what_is_told_is_captured_apart(model):
+    """Guards against a report of another width than what was captured, and steps that are lost for another's sake."""
+    engine = engine_of(model)
+    told = [
+        ({}, 1),
+        ({"raw_logprobs": True}, 2),
+        ({"top_logprobs": 3}, 3),
+        ({"top_logprobs": 4}, 3),
+        ({"temperature": 1.0, "top_k": 9, "kept_tokens": 9, "seed": 1}, 4),
+        ({"temperature": 1.0, "top_p": 0.7, "kept_tokens": 16, "seed": 1}, 4),
+        ({}, 4),
+        ({"raw_logprobs": True}, 4),
+    ]
+    eager = engine_of(model, capture=False)
+    for setting, captures in told:
+        sampling = SamplingConfig(max_new_tokens=BUDGET, **setting)
+        batch, expected = engine.generate(prompts(8), sampling), eager.generate(prompts(8), sampling)
+        assert [vars(completion) for completion in batch.completions] == [
+            vars(completion) for completion in expected.completions
+        ]
+        assert engine.captures == captures
     assert engine.recapture_reasons == []
 
 

@@ -60,6 +60,12 @@ _SETTINGS = [
     SamplingConfig(max_new_tokens=8, stop_token_ids=tuple(range(1, 97, 2))),
     SamplingConfig(max_new_tokens=8, stop_token_ids=(96,)),
     SamplingConfig(max_new_tokens=8, repetition_penalty=2.5, stop_token_ids=()),
+    SamplingConfig(max_new_tokens=8, frequency_penalty=3.0),
+    SamplingConfig(max_new_tokens=8, presence_penalty=4.0, temperature=1.0, top_k=0, seed=8),
+    SamplingConfig(max_new_tokens=8, presence_penalty=-4.0),
+    SamplingConfig(max_new_tokens=8, logit_bias=dict.fromkeys(range(0, 97, 3), 6.0)),
+    SamplingConfig(max_new_tokens=8, forbidden_tokens=tuple(range(0, 97, 2))),
+    SamplingConfig(max_new_tokens=8, temperature=1.0, top_k=0, seed=9),
 ]
 
 

@@ -51,11 +51,12 @@ def test_memory_says_what_is_kept(model):
     # Four rows of 256 tokens in pages of 16, and the scratch page.
     assert kept.kv == batch.stats.kv_bytes == (4 * 256 + 16) * KV_BYTES_PER_TOKEN
     assert kept.graphs == 0  # without device graphs, none have a pool
-    # Eight int64 and four fp32 a slot, eight stop tokens, sixteen pages in int32; five slots with the inert one.
-    assert kept.static == 5 * (8 * 8 + 4 * 4 + 8 * 8 + 16 * 4) + 4 * 8 + 3 * 4 * 4
+    # Eight int64 and six fp32 a slot, eight stop tokens, sixteen pages in int32; sixteen adjusted tokens, each with a
+    # bias and a count, in four bytes; five slots with the inert one.
+    assert kept.static == 5 * (8 * 8 + 6 * 4 + 8 * 8 + 16 * 4 + 16 * 12) + 4 * 8 + 3 * 4 * 4
     assert kept.total == kept.kv + kept.static
     check(engine, model, prompts(8), repetition_penalty=1.3)
-    assert engine.memory().static == kept.static + 5 * zoo.VOCAB_SIZE
+    assert engine.memory().static == kept.static + 5 * 4 * zoo.VOCAB_SIZE
     assert engine.memory().kv == kept.kv
 
 
@@ -158,7 +159,7 @@ def test_the_old_rows_are_dead_before_new_ones_are_made(model, monkeypatch):
 
         def keep_histories(self):
             super().keep_histories()
-            made.append(StorageWeakRef(self.seen.untyped_storage()))
+            made.append(StorageWeakRef(self.history.untyped_storage()))
 
     monkeypatch.setattr(decoder, "RowState", Watched)
     engine = engine_of(model)

@@ -11,7 +11,7 @@ from fake_device import make_request
 
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
-from liveroll.decode.state import Column, RowState
+from liveroll.decode.state import IN_RESPONSE, Column, RowState
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request
 
@@ -28,7 +28,8 @@ def request_at(slot: int, prompt: list[int], done: tuple[int, ...] = (), **setti
 
 
 def state_of(*requests: Request, slots: int = 3) -> RowState:
-    state = RowState(slots, table_width=2, stop_width=2, vocab_size=VOCAB, device=torch.device("cpu"))
+    widths = {"table_width": 2, "stop_width": 2, "adjusted_width": 4}
+    state = RowState(slots, **widths, vocab_size=VOCAB, device=torch.device("cpu"))
     state.keep_histories()
     if requests:
         state.admit(requests)
@@ -44,7 +45,8 @@ def step(state: RowState, slots: list[int], tokens: list[int]) -> list[list[int]
 
 
 def tensors(state: RowState, slot: int) -> list[torch.Tensor]:
-    return [state.numbers[slot], state.settings[slot], state.stops[slot], state.seen[slot]]
+    held = (state.numbers, state.settings, state.stops, state.adjusted, state.bias, state.until, state.history)
+    return [tensor[slot] for tensor in held]
 
 
 def test_rows_end_at_their_budget_or_stop_and_stay_there():
@@ -53,7 +55,7 @@ def test_rows_end_at_their_budget_or_stop_and_stay_there():
     slots = [2, 0, 1]
     assert step(state, slots, [7, 7, 7]) == [[7, 7, 7], [RUNNING, RUNNING, RUNNING]]
     assert step(state, slots, [7, 7, 6]) == [[7, 7, 6], [RUNNING, RUNNING, STOPPED]]
-    stopped = [tensor.clone() for tensor in tensors(state, 1)[:3]]
+    stopped = [tensor.clone() for tensor in tensors(state, 1)]
     assert step(state, slots, [4, 3, 7])[1] == [SPENT, SPENT, IDLE]
     assert step(state, slots, [2, 2, 2])[1] == [IDLE, IDLE, IDLE]
     assert all(map(torch.equal, tensors(state, 1), stopped))
@@ -96,8 +98,21 @@ def test_the_history_is_prompt_padding_and_response():
     request.padding_ids = (0,)
     state = state_of(request)
     step(state, [1], [6])
-    assert state.seen[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 6]
-    assert not state.seen[[0, 2]].any()
+    assert state.history[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 6]
+    assert not state.history[[0, 2]].any()
+
+
+def test_the_response_is_counted_and_the_prompt_is_not():
+    """Guards against counts that start again when a row is admitted again, or that count the prompt or twice."""
+    prompt, done, later = [1, 1, 5], (1, 4, 4), [1, 4, 6]
+    state = state_of(request_at(1, prompt, done=done, max_new_tokens=9))
+    for token in later:
+        step(state, [1], [token])
+    whole = state_of(request_at(1, prompt, done=(*done, *later), max_new_tokens=9))
+    assert state.history[1].equal(whole.history[1])
+    counted = (state.history[1] // IN_RESPONSE).tolist()
+    assert counted == [([*done, *later]).count(token) for token in range(VOCAB)]
+    assert (state.history[1] % IN_RESPONSE).nonzero()[:, 0].tolist() == [1, 5]
 
 
 def test_position_of_the_noise_counts_prompt_and_response():
@@ -115,9 +130,11 @@ def test_position_of_the_noise_counts_prompt_and_response():
 def test_a_reused_slot_is_as_a_fresh_one(done):
     """Guards against a penalty, stop, setting or count of the row before that stays in the slot."""
     used = request_at(
-        1, [0, 3, 6], done=(7,), stop_token_ids=(2, 3), min_new_tokens=3, max_new_tokens=9, repetition_penalty=1.7
+        1, [0, 3, 6], done=(7, 7), stop_token_ids=(2, 3), min_new_tokens=3, max_new_tokens=9, repetition_penalty=1.7
     )
     used.sampling = replace(used.sampling, do_sample=True, temperature=0.5, top_k=3, top_p=0.5, min_p=0.2)
+    used.sampling = replace(used.sampling, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((1, 2.0),))
+    used.sampling = replace(used.sampling, forbidden_tokens=(4,))
     new = request_at(1, [1, 2], done=done, max_new_tokens=4)
     state = state_of(used)
     step(state, [1], [5])

@@ -34,6 +34,7 @@ BAD_ROLLOUT = {
     "max_captures": [0, -1, *NOT_WHOLE],
     "run_ahead": [-1, *NOT_WHOLE],
     "seed": [-1, None, *NOT_WHOLE],
+    "sample_padded_vocabulary": [0, 1, None, "yes"],
     "progress": [0, 1, None, "yes"],
 }
 BAD_SAMPLING = {
@@ -45,10 +46,18 @@ BAD_SAMPLING = {
     "top_p": [0, 0.0, -0.1, 1.01, *NOT_NUMBERS],
     "min_p": [-0.1, 1.01, *NOT_NUMBERS],
     "repetition_penalty": [0, 0.0, -1.0, *NOT_NUMBERS],
+    "presence_penalty": [None, 1e7, -1e7, *NOT_NUMBERS],
+    "frequency_penalty": [None, 1e7, -1e7, *NOT_NUMBERS],
+    "logit_bias": [5, [5], "ab", {-1: 1.0}, {"a": 1.0}, {"-1": 1.0}, {True: 1.0}, {1.5: 1.0}, {None: 1.0}]
+    + [{5: value} for value in (None, 1e7, -1e7, *NOT_NUMBERS)],
+    "forbidden_tokens": [5, "5", [-1], [1.5], [True], ["a"], [None]],
     "stop_token_ids": [5, "5", [-1], [1.5], [True], ["a"], [None]],
     "stop": [5, [5], [""], "", [None], ["a", b"b"]],
     "seed": [-1, *NOT_WHOLE],
     "logprobs": [0, 1, None, "yes"],
+    "raw_logprobs": [0, 1, None, "yes"],
+    "top_logprobs": [-1, 33, None, *NOT_WHOLE],
+    "kept_tokens": [-1, 4097, None, *NOT_WHOLE],
 }
 
 
@@ -135,21 +144,30 @@ def test_numpy_numbers_are_numbers():
         temperature=np.float32(0.5),
         top_p=np.float64(0.9),
         stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int64(4): np.float32(0.5)},
         seed=np.uint8(7),
     )
-    plain = SamplingConfig(max_new_tokens=3, temperature=0.5, top_p=0.9, stop_token_ids=(1, 2), seed=7)
+    given = {"max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop_token_ids": (1, 2), "seed": 7}
+    plain = SamplingConfig(**given, logit_bias={4: 0.5})
     assert sampling == plain
     assert repr(sampling) == repr(plain)
 
 
 def test_configurations_are_values():
     """Guards against settings that cannot be copied, compared, hashed or sent to another process."""
-    for config in (RolloutConfig(max_slots=3), SamplingConfig(n=2, stop="a", stop_token_ids=[1])):
+    for config in (RolloutConfig(max_slots=3), SamplingConfig(n=2, stop="a", logit_bias={3: 1})):
         for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
             assert twin == config
             assert hash(twin) == hash(config)
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.seed = 1
+
+
+@pytest.mark.parametrize("given", [{7: 1, 2: -0.5}, {"7": 1, "2": -0.5}, [(7, 1), (2, -0.5)], ((2, -0.5), (7, 1.0))])
+def test_biases_are_pairs_by_ascending_id(given):
+    """Guards against equal biases that differ as settings, and ids that JSON has made strings."""
+    assert SamplingConfig(logit_bias=given).logit_bias == ((2, -0.5), (7, 1.0))
+    assert SamplingConfig(logit_bias={}).logit_bias == ()
 
 
 def test_every_error_is_of_the_package_and_of_its_kind():

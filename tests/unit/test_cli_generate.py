@@ -33,11 +33,12 @@ def test_every_line_gets_one_row_with_all_its_samples(work: Work) -> None:
         {"prompt_ids": [3, 4, 5], "id": "ids"},
         {"messages": [{"role": "user", "content": "hello"}], "id": "chat"},
         {"prompt": "short", "sampling": {"n": 1, "max_new_tokens": 2, "temperature": 0, "logprobs": True}},
+        {"prompt": "more", "sampling": {"n": 1, "top_logprobs": 2, "raw_logprobs": True, "logit_bias": {"9": 50}}},
     )
     work.run("--n", "3", "--max-new-tokens", "5", "--temperature", "1", "--slots", "4")
     rows = work.rows()
-    assert [(row["index"], row["id"]) for row in rows] == [(0, 1), (1, "ids"), (2, "chat"), (3, 4)]
-    assert [len(row["completions"]) for row in rows] == [3, 3, 3, 1]
+    assert [(row["index"], row["id"]) for row in rows] == [(0, 1), (1, "ids"), (2, "chat"), (3, 4), (4, 5)]
+    assert [len(row["completions"]) for row in rows] == [3, 3, 3, 1, 1]
     for row in rows[:3]:
         for entry in row["completions"]:
             assert entry.keys() == {"text", "token_ids", "finish_reason", "stop"}
@@ -45,6 +46,11 @@ def test_every_line_gets_one_row_with_all_its_samples(work: Work) -> None:
             assert entry["finish_reason"] == ("stop" if entry["token_ids"][-1] == 1 else "length")
     (short,) = rows[3]["completions"]
     assert len(short["logprobs"]) == len(short["token_ids"]) <= 2
+    (more,) = rows[4]["completions"]
+    assert more.keys() == {"text", "token_ids", "raw_logprobs", "top_logprobs", "finish_reason", "stop"}
+    assert more["token_ids"] == [9] * 5
+    assert [pairs[0][0] for pairs in more["top_logprobs"]] == [9] * 5
+    assert len(more["raw_logprobs"]) == 5
 
 
 def test_the_same_prompt_on_two_lines_draws_different_samples(work: Work) -> None:

@@ -93,6 +93,10 @@ INHERITED = {
     "pad_token_id": 3,
     "max_new_tokens": 6,
     "min_new_tokens": 2,
+    "sequence_bias": [[[4], 2.5], [[9], -1.0]],
+    "suppress_tokens": [11],
+    "bad_words_ids": [[12], [5]],  # 5 is a stop token, which transformers does not forbid
+    "begin_suppress_tokens": [13],
 }
 
 
@@ -101,15 +105,22 @@ def test_settings_that_ran(route):
     """Guards against a result that reports what was asked for instead of what ran."""
     model = zoo.build("llama")
     model.generation_config.update(**INHERITED)
-    given = SamplingConfig(max_new_tokens=4, temperature=0, n=2, stop_token_ids=(), seed=9, logprobs=False)
+    plain = {"max_new_tokens": 4, "temperature": 0, "n": 2, "stop_token_ids": (), "seed": 9, "logprobs": False}
+    new = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {8: 1, 2: 0.5}, "forbidden_tokens": (3,)}
+    told = {"raw_logprobs": True, "top_logprobs": 3, "kept_tokens": 5}
+    given = SamplingConfig(**plain, **new, **told)
     batch = engine(route, model).generate(PROMPTS[:2], [SamplingConfig(), given])
     inherited, overridden = map(dataclasses.asdict, batch.sampling)
     own = {**INHERITED, "stop_token_ids": (5, 7), "stop": (), "n": 1, "seed": None, "logprobs": True}
-    del own["eos_token_id"]
+    for name in ("eos_token_id", "sequence_bias", "suppress_tokens", "bad_words_ids", "begin_suppress_tokens"):
+        del own[name]
+    own |= {"logit_bias": ((4, 2.5), (9, -1.0)), "forbidden_tokens": (11, 12), "first_forbidden_tokens": (13,)}
+    own |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "raw_logprobs": False}
+    own |= {"top_logprobs": 0, "kept_tokens": 0}
     assert inherited == own
     neutral = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     asked = {"max_new_tokens": 4, "n": 2, "stop_token_ids": (), "seed": 9, "logprobs": False}
-    assert overridden == {**own, **neutral, **asked}
+    assert overridden == {**own, **neutral, **asked, **new, **told, "logit_bias": ((2, 0.5), (8, 1.0))}
     assert [len(completion.token_ids) for completion in batch.completions][1:] == [4, 4]
     assert batch.input_ids[0, : batch.response_start_idx - len(PROMPTS[0])].eq(3).all()
 

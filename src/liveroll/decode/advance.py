@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liveroll.decode.sampler import Rows, Variant, sample
-from liveroll.decode.state import Column, RowState, Setting
+from liveroll.decode.sampler import Variant, sample
+from liveroll.decode.state import IN_RESPONSE, Column, RowState
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import Outcome
 
 
-def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) -> Tensor:
+def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant, wanted: Wanted = NOTHING) -> Tensor:
     """Sample the next token of each slot and move the slot on to it.
 
     A row whose budget was spent before, or that stopped before, is frozen: it reports IDLE and stays as it is.
@@ -20,37 +21,26 @@ def advance(state: RowState, slots: Tensor, logits: Tensor, variant: Variant) ->
         slots: `[B]` int64.
         logits: `[B, V]`.
         variant: how much of sampling to run.
+        wanted: what to report besides.
 
     Returns:
-        `[3, B]` int32: tokens, `Outcome` codes, and the bits of the float32 log-probabilities.
+        `[3 + wanted.rows, B]` int32: tokens, `Outcome` codes, the bits of the float32 log-probabilities, and details
+        as `Wanted.read` takes them.
     """
-    seen = state.seen if variant is Variant.FULL else None
-    numbers, settings = state.numbers[slots], state.settings[slots]
-    rows = Rows(
-        position=numbers[:, Column.POSITION] + 1,
-        stream=numbers[:, Column.STREAM_LOW : Column.STREAM_HIGH + 1],
-        sampled=numbers[:, Column.SAMPLED] != 0,
-        temperature=settings[:, Setting.TEMPERATURE],
-        top_k=numbers[:, Column.TOP_K],
-        tail=settings[:, Setting.TAIL],
-        min_p=settings[:, Setting.MIN_P],
-        penalty=settings[:, Setting.PENALTY],
-        seen=None if seen is None else seen[slots],
-        stops=state.stops[slots],
-        held=numbers[:, Column.HELD] > 0,
-    )
-    tokens, logprobs = sample(logits, rows, variant)
-    if seen is not None:
-        # One flat index: assigning a scalar by index copies it from the host, which a graph cannot.
-        seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
-    if numbers.is_cuda:
+    drawn = sample(logits, state, slots, variant, wanted)
+    history = state.history if variant is Variant.FULL else None
+    if state.numbers.is_cuda:
         from liveroll.kernels.move import move as move_fused
 
-        return move_fused(state.numbers, state.stops, slots, tokens, logprobs)
-    return move(state.numbers, state.stops, slots, tokens, logprobs)
+        report = move_fused(state.numbers, state.stops, slots, drawn.tokens, drawn.logprobs, history)
+    else:
+        report = move(state.numbers, state.stops, slots, drawn.tokens, drawn.logprobs, history)
+    return report if drawn.details is None else torch.cat([report, drawn.details])
 
 
-def move(numbers: Tensor, stops: Tensor, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+def move(
+    numbers: Tensor, stops: Tensor, slots: Tensor, tokens: Tensor, logprobs: Tensor, history: Tensor | None
+) -> Tensor:
     """Move each slot on to the token that it sampled; frozen ones stay as they are.
 
     Args:
@@ -59,9 +49,10 @@ def move(numbers: Tensor, stops: Tensor, slots: Tensor, tokens: Tensor, logprobs
         slots: `[B]` int64.
         tokens: `[B]` int64.
         logprobs: `[B]` float32.
+        history: `[slots, V]` int32, changed in place, or None.
 
     Returns:
-        The report of `advance`.
+        The first rows of the report of `advance`, `[3, B]` int32.
     """
     before = numbers[slots]
     live = before[:, Column.REMAINING] > 0
@@ -70,9 +61,11 @@ def move(numbers: Tensor, stops: Tensor, slots: Tensor, tokens: Tensor, logprobs
     moved = before.clone()
     moved[:, Column.TOKEN] = tokens
     moved[:, Column.POSITION] += 1
+    moved[:, Column.DONE] += 1
     moved[:, Column.REMAINING] = remaining
-    moved[:, Column.HELD] = (before[:, Column.HELD] - 1).clamp(min=0)
     numbers[slots] = torch.where(live[:, None], moved, before)
+    if history is not None:
+        history.index_put_((slots, tokens), live.int() * IN_RESPONSE, accumulate=True)
     outcome = torch.where(remaining > 0, int(Outcome.RUNNING), int(Outcome.SPENT))
     outcome = torch.where(stopped, int(Outcome.STOPPED), outcome)
     outcome = torch.where(live, outcome, int(Outcome.IDLE))

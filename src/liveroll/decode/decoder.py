@@ -17,6 +17,7 @@ from liveroll.decode.capture import choose_capture
 from liveroll.decode.failure import describe_failure
 from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.graphs import GraphStore
+from liveroll.decode.room import make_room
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
@@ -31,12 +32,10 @@ from liveroll.model.forward import autocast_dtype
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
-from liveroll.planning.capacity import round_capacity
 from liveroll.planning.ladder import ladder, rung_for
+from liveroll.scheduling.details import NOTHING, Wanted
 
 logger = logging.getLogger("liveroll")
-
-_LEAST_STOPS = 8
 
 
 class Decoder:
@@ -62,7 +61,7 @@ class Decoder:
         self._rungs = ladder(config.max_slots)
         self._rows = np.empty(0, np.int64)
         self._rows_on_device: Tensor | None = None
-        self._report: Tensor | None = None
+        self._reports: dict[Wanted, Tensor] = {}
         self._longest = 0
         self.eager_reason: str | None = "RolloutConfig.capture is False" if config.capture is False else None
 
@@ -92,8 +91,8 @@ class Decoder:
     @property
     def static_bytes(self) -> int:
         """Bytes of the running batch and of the steps' inputs and outputs."""
-        tensors = [tensor.nbytes for tensor in (self._rows_on_device, self._report) if tensor is not None]
-        return sum(tensors) + (0 if self._state is None else self._state.bytes)
+        tensors = [tensor for tensor in (self._rows_on_device, *self._reports.values()) if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self._state is None else self._state.bytes)
 
     def prepare(
         self,
@@ -104,6 +103,8 @@ class Decoder:
         longest: int,
         stops: int,
         variant: Variant,
+        adjusted: int = 0,
+        sampled_size: int | None = None,
     ) -> None:
         """Make ready for a call: keep everything if what it depends on has not changed, else begin anew.
 
@@ -116,13 +117,16 @@ class Decoder:
             longest: keys and values that the longest row of the call comes to hold.
             stops: most stop tokens of a row.
             variant: how much of sampling the call runs.
+            adjusted: most tokens whose scores a row adjusts.
+            sampled_size: ids below this may be sampled; all of them if None.
 
         Raises:
             KVMemoryError: the memory allowed cannot hold the longest row.
             CaptureError: `capture` is True and the model's step cannot be captured.
         """
         self.wake()
-        room = self._room(longest, stops)
+        room = make_room(self._config, self._state, longest, stops, adjusted)
+        room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
         settings["autocast"] = autocast_dtype(self._model.device)
         settings["adapters"] = adapter_state(modules)
@@ -140,39 +144,40 @@ class Decoder:
             self.state.keep_histories()
         self._signature = new
 
-    def launch(self, slots: np.ndarray, longest: int, variant: Variant) -> Tensor:
+    def launch(self, slots: np.ndarray, longest: int, variant: Variant, wanted: Wanted = NOTHING) -> Tensor:
         """Run one decode step.
 
         Args:
             slots: int64 slots of the running rows.
             longest: keys of the longest of them.
             variant: how much of sampling to run.
+            wanted: what to report of each token besides its log-probability.
 
         Returns:
-            `[3, B]` int32, the report of each slot; overwritten by the next step.
+            `[3 + wanted.rows, B]` int32, the report of each slot; overwritten by the next step.
 
         Raises:
             CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
         """
         rung = rung_for(len(slots), self._rungs)
-        # Two variants are captured at most: a greedy row is a case of the plain one.
-        key = (rung, variant if variant is Variant.FULL else Variant.PLAIN)
+        # Two variants are captured at most of what is wanted: a greedy row is a case of the plain one.
+        key = (rung, variant if variant is Variant.FULL else Variant.PLAIN, wanted)
         if self.eager_reason is None and not self.graphs.holds(key):
             self._capture(*key)
         if self.eager_reason is not None:
             rows = upload(slots, self._model.device)
-            return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant)
+            return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant, wanted)
         self._longest = longest
         self._load_rows(slots, rung)
         self.graphs.replay(key)
-        assert self._report is not None
-        return self._report[:, : len(slots)]
+        return self._reports[wanted][:, : len(slots)]
 
     def release(self) -> None:
         """Free the KV pages, the captured steps and the running batch; the next call makes them again."""
         self._signature = None
         self.graphs.drop(None)
-        self._state = self._backend = self._rows_on_device = self._report = None
+        self._state = self._backend = self._rows_on_device = None
+        self._reports = {}
         self._pool.release()
 
     def sleep(self) -> bool:
@@ -201,18 +206,23 @@ class Decoder:
         self.release()
         self._pool.provide(shape, dtype, device, pages)
         self._state = RowState(
-            slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
+            slots,
+            table_width=width,
+            stop_width=room["stop tokens a row"],
+            adjusted_width=room["adjusted tokens a row"],
+            vocab_size=shape.vocab_size,
+            sampled_size=room["ids that may be sampled"],
+            device=device,
         )
         self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
         self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
-        self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
 
-    def _capture(self, rung: int, variant: Variant) -> None:
+    def _capture(self, rung: int, variant: Variant, wanted: Wanted) -> None:
         self._load_rows(np.empty(0, np.int64), rung)
         self._longest = 1
         try:
-            self.graphs.capture((rung, variant), self._make_step(rung, variant))
+            self.graphs.capture((rung, variant, wanted), self._make_step(rung, variant, wanted))
         except CompileError:
             raise
         except Exception as error:
@@ -224,11 +234,14 @@ class Decoder:
             self.eager_reason = f"the decode step cannot be captured, because of {place}"
             logger.warning("decoding eagerly: %s", self.eager_reason)
 
-    def _make_step(self, rung: int, variant: Variant) -> Callable[[], None]:
+    def _make_step(self, rung: int, variant: Variant, wanted: Wanted) -> Callable[[], None]:
         forward, state, storage, backend = self.forward, self.state, self.storage, self.backend
-        rows, report = self._rows_on_device, self._report
+        rows = self._rows_on_device
         assert rows is not None
-        assert report is not None
+        if wanted not in self._reports:
+            shape = (3 + wanted.rows, state.slots)
+            self._reports[wanted] = torch.zeros(shape, dtype=torch.int32, device=rows.device)
+        report = self._reports[wanted]
         # A graph has the bound of the rows' keys baked in, so it must hold for all of them; a step that is run again
         # by the host reads the bound of now.
         baked = self._model.device.type == "cuda"
@@ -237,7 +250,7 @@ class Decoder:
         def step() -> None:
             longest = capacity if baked else self._longest
             with without_hooks(self._model):
-                report[:, :rung] = decode(forward, state, rows[:rung], storage, backend, longest, variant)
+                report[:, :rung] = decode(forward, state, rows[:rung], storage, backend, longest, variant, wanted)
 
         return step
 
@@ -257,16 +270,6 @@ class Decoder:
         if needed and self._config.capture is True:
             raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
         return needed
-
-    def _room(self, longest: int, stops: int) -> dict[str, int]:
-        """Room for tokens and stop tokens in a row: what there is, as long as it is enough."""
-        tokens = self._config.max_length or round_capacity(longest)
-        width = _LEAST_STOPS
-        if self._state is not None:
-            tokens = max(tokens, self._state.block_table.shape[1] * self._config.page_size)
-            width = self._state.stops.shape[1]
-        size = self._config.page_size
-        return {"tokens a row": -(-tokens // size) * size, "stop tokens a row": max(width, stops)}
 
 
 def _mode(modules: Sequence[nn.Module]) -> str:

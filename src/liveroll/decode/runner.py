@@ -17,6 +17,7 @@ from liveroll.decode.upload import upload
 from liveroll.planning.prefill import PrefillPlanner
 from liveroll.prefill.logits import PromptLogits
 from liveroll.prefill.runner import PrefillCounts, PrefillRunner
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
 
@@ -39,6 +40,7 @@ class StepRunner:
         scheduler: has the pages of every slot.
         variant: how much of sampling the call needs.
         planner: splits admissions into forwards.
+        wanted: what the call is told of each token besides its log-probability.
         run_ahead: steps that may be launched before the result of an earlier one is read.
     """
 
@@ -51,12 +53,14 @@ class StepRunner:
         variant: Variant,
         planner: PrefillPlanner,
         run_ahead: int,
+        wanted: Wanted = NOTHING,
     ) -> None:
         self._decoder = decoder
         self._prefill = prefill
         self._scheduler = scheduler
         self._variant = variant
         self._planner = planner
+        self._wanted = wanted
         self._run_ahead = run_ahead
         self._logits = PromptLogits()
         self._launched: deque[_Launched] = deque()
@@ -90,12 +94,14 @@ class StepRunner:
             step = self._launched.popleft()
             if step.arrived is not None:
                 step.arrived.synchronize()
-            tokens, outcomes, bits = step.report.numpy()
-            yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32))
+            report = step.report.numpy()
+            tokens, outcomes, bits = report[:3]
+            details = self._wanted.read(report[3:])
+            yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32), details)
 
     def _run_prefill(self, plan: PrefillStep) -> Tensor:
         slots = self._decoder.state.admit(plan.admitted)
-        report = torch.empty(3, len(slots), dtype=torch.int32, device=slots.device)
+        report = torch.empty(3 + self._wanted.rows, len(slots), dtype=torch.int32, device=slots.device)
         takers = plan.takers()
         if earlier := [source for source in takers if source < 0]:
             logits = self._logits.of([plan.group_of(source) for source in earlier])
@@ -122,8 +128,8 @@ class StepRunner:
         if len(rows) > len(logits):
             places = np.repeat(np.arange(len(takers)), [len(row) for row in takers])
             logits = logits[upload(places, slots.device)]
-        report[:, rows] = advance(self._decoder.state, slots[rows], logits, self._variant)
+        report[:, rows] = advance(self._decoder.state, slots[rows], logits, self._variant, self._wanted)
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self.decode_steps += 1
-        return self._decoder.launch(plan.slots, plan.longest, self._variant)
+        return self._decoder.launch(plan.slots, plan.longest, self._variant, self._wanted)

@@ -1,6 +1,7 @@
-"""From logits to tokens: penalties, temperature, filters, one draw; greedy is a case of it.
+"""From logits to tokens: biases, penalties, temperature, filters, one draw; greedy is a case of it.
 
-The order is that of transformers: processors on the logits in fp32, then temperature, top-k, top-p, min-p.
+The order is that of transformers, in fp32: logit biases, repetition penalty, presence and frequency penalties,
+forbidden and held tokens, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from liveroll.decode.noise import gumbel_noise
+from liveroll.decode.state import IN_RESPONSE, Column, RowState, Setting
+from liveroll.decode.truncation import find_bounds, keeps
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.types import ResolvedSampling
 
 _NEVER = float("-inf")
@@ -23,7 +27,7 @@ class Variant(Enum):
 
     GREEDY = "greedy"
     PLAIN = "plain"  # temperature alone
-    FULL = "full"  # penalties, held stops and filters too
+    FULL = "full"  # everything
 
     @classmethod
     def of(cls, samplings: Iterable[ResolvedSampling]) -> Variant:
@@ -35,106 +39,142 @@ class Variant(Enum):
 
 
 def _is_full(sampling: ResolvedSampling) -> bool:
-    filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    held = sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids)
-    return sampling.repetition_penalty != 1 or held or (sampling.do_sample and filtered)
+    penalised = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    held = sampling.min_new_tokens > 0 and sampling.stop_token_ids
+    adjusted = sampling.logit_bias or sampling.forbidden_tokens or sampling.first_forbidden_tokens
+    return bool(sampling.truncates or penalised or held or adjusted)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What sampling needs to know of B rows.
+class Drawn:
+    """What was drawn for B rows.
 
     Attributes:
-        position: `[B]` int64, position of the token to be sampled.
-        stream: `[B, 2]` int64 keys of the random streams.
-        sampled: `[B]` bool, False takes the most likely token.
-        temperature: `[B]` float32.
-        top_k: `[B]` int64, 0 keeps all.
-        tail: `[B]` float32, 1 - top_p; 0 keeps all.
-        min_p: `[B]` float32.
-        penalty: `[B]` float32 repetition penalty.
-        seen: `[B, V]` bool, tokens of the history; None where no row has a penalty.
-        stops: `[B, S]` int64 stop tokens, -1 for none.
-        held: `[B]` bool, True where no stop token may be sampled yet.
+        tokens: `[B]` int64.
+        logprobs: `[B]` float32, in the distribution drawn from.
+        details: `[wanted.rows, B]` int32, as `Details` holds them; None where nothing is wanted.
     """
 
-    position: Tensor
-    stream: Tensor
-    sampled: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    tail: Tensor
-    min_p: Tensor
-    penalty: Tensor
-    seen: Tensor | None
-    stops: Tensor
-    held: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    details: Tensor | None
 
 
-def sample(logits: Tensor, rows: Rows, variant: Variant) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, state: RowState, slots: Tensor, variant: Variant, wanted: Wanted = NOTHING) -> Drawn:
     """Draw one token a row.
 
     Args:
         logits: `[B, V]` of any float dtype.
-        rows: the rows' settings.
+        state: the settings and histories of slots.
+        slots: `[B]` int64, the slot of each row.
         variant: how much of the path to run.
-
-    Returns:
-        `[B]` int64 tokens, and `[B]` float32 log-probabilities of them in the distribution they were drawn from.
+        wanted: what to report besides tokens and log-probabilities.
     """
-    if logits.is_cuda and variant is not Variant.FULL:
-        from liveroll.kernels.draw import draw
+    if logits.is_cuda:
+        from liveroll.kernels.sample import sample_fused
 
-        return draw(logits, rows.temperature, rows.sampled, rows.stream, rows.position)
-    scores = logits.to(torch.float32)
+        return sample_fused(logits, state, slots, variant, wanted)
+    scores = logits[:, : state.sampled_size].to(torch.float32)
+    numbers, settings = state.numbers[slots], state.settings[slots]
     if variant is Variant.FULL:
-        scores = penalise(scores, rows.seen, rows.penalty)
-        scores = hold(scores, rows.stops, rows.held)
+        scores = adjust(scores, state, slots, numbers[:, Column.DONE], settings)
     if variant is not Variant.GREEDY:
-        scores = scores / rows.temperature[:, None]
-    if variant is Variant.FULL:
-        scores = keep_likely(scores, rows.top_k, rows.tail, rows.min_p)
-    # On the CPU a look at the rows costs nothing, and noise for a whole vocabulary a lot.
-    if variant is Variant.GREEDY or not (scores.is_cuda or rows.sampled.any()):
-        tokens = scores.argmax(dim=-1)
+        scores = scores / settings[:, Setting.TEMPERATURE, None]
+    # A look at the rows costs nothing here, and a sort or noise for a whole vocabulary a lot.
+    if variant is Variant.FULL and _truncate(numbers, settings):
+        limits = numbers[:, Column.TOP_K], settings[:, Setting.TAIL], settings[:, Setting.LEAST]
+        scores = scores.masked_fill(~keeps(scores, *find_bounds(scores, *limits)), _NEVER)
+    sampled = numbers[:, Column.SAMPLED] != 0
+    if sampled.any():
+        stream = numbers[:, Column.STREAM_LOW : Column.STREAM_HIGH + 1]
+        noise = gumbel_noise(stream, numbers[:, Column.POSITION] + 1, scores.shape[-1])
+        tokens = torch.where(sampled[:, None], scores + noise, scores).argmax(dim=-1)
     else:
-        noise = gumbel_noise(rows.stream, rows.position, scores.shape[-1])
-        tokens = torch.where(rows.sampled[:, None], scores + noise, scores).argmax(dim=-1)
-    chosen = scores.gather(1, tokens[:, None])[:, 0]
-    return tokens, chosen - torch.logsumexp(scores, dim=-1)
+        tokens = scores.argmax(dim=-1)
+    total = torch.logsumexp(scores, dim=-1)
+    logprobs = scores.gather(1, tokens[:, None])[:, 0] - total
+    return Drawn(tokens, logprobs, _details(logits, scores, total, tokens, wanted) if wanted.rows else None)
 
 
-def penalise(scores: Tensor, seen: Tensor | None, penalty: Tensor) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, arXiv:1909.05858) of the tokens in the history."""
-    if seen is None:
-        return scores
-    factor = penalty[:, None]
-    return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
+def adjust(scores: Tensor, state: RowState, slots: Tensor, done: Tensor, settings: Tensor) -> Tensor:
+    """Biases, penalties and exclusions.
 
-
-def hold(scores: Tensor, stops: Tensor, held: Tensor) -> Tensor:
-    """Exclude the stop tokens of rows that are still held."""
-    excluded = scores.new_zeros(stops.shape).masked_fill(held[:, None] & (stops >= 0), _NEVER)
-    return scores.scatter_add(1, stops.clamp(min=0), excluded)
-
-
-def keep_likely(scores: Tensor, top_k: Tensor, tail: Tensor, min_p: Tensor) -> Tensor:
-    """Exclude the tokens that top-k, then top-p, then min-p leave out.
-
-    Ties at the k-th score are all kept. Top-p keeps a token while the probability of those before it is under p
-    (Holtzman et al. 2020, arXiv:1904.09751), min-p while its own is at least that share of the largest
-    (Nguyen et al. 2024, arXiv:2407.01082). Of equal tokens at the edge of top-p, those with the highest ids stay.
+    Args:
+        scores: `[B, V]` float32.
+        state: has the adjusted tokens and histories of slots.
+        slots: `[B]` int64.
+        done: `[B]` int64, tokens of each response so far.
+        settings: `[B, len(Setting)]` float32.
     """
-    width = scores.shape[-1]
-    # From the least likely on, as transformers does it: which of equal tokens stay depends on the direction. A sort
-    # that is not stable would let it depend on the device and the size of the batch too.
-    ranked, order = scores.sort(dim=-1, stable=True)
-    kept = torch.where(top_k > 0, top_k, width).clamp(max=width)
-    ranked = ranked.masked_fill(ranked < ranked.gather(1, width - kept[:, None]), _NEVER)
-    probabilities = ranked.softmax(dim=-1)
-    # At p = 1 nothing is left out, not even a token whose probability rounds to 0.
-    out = (probabilities.cumsum(dim=-1) <= tail[:, None]) & (tail > 0)[:, None]
-    out |= probabilities < min_p[:, None] * probabilities[:, -1:]
-    out[:, -1] = False
-    ranked = ranked.masked_fill(out, _NEVER)
-    return torch.empty_like(scores).scatter_(1, order, ranked)
+    scores = add_bias(scores, state.adjusted[slots], state.bias[slots], state.until[slots] > done[:, None])
+    repetition, presence, frequency = (settings[:, s] for s in _PENALTIES)
+    if state.history is None or not ((repetition != 1) | (presence != 0) | (frequency != 0)).any():
+        return scores
+    return penalise(scores, state.history[slots][:, : scores.shape[1]], repetition, presence, frequency)
+
+
+_PENALTIES = (Setting.REPETITION, Setting.PRESENCE, Setting.FREQUENCY)
+
+
+def add_bias(scores: Tensor, tokens: Tensor, bias: Tensor, excluded: Tensor) -> Tensor:
+    """Add to the scores of some tokens, or exclude them.
+
+    Args:
+        scores: `[B, V]` float32.
+        tokens: `[B, W]` int32 token ids, each once in a row; those that are V or more are passed over.
+        bias: `[B, W]` float32.
+        excluded: `[B, W]` bool.
+    """
+    width = scores.shape[1]
+    amount = torch.where(excluded, _NEVER, bias).masked_fill(tokens >= width, 0.0)
+    return scores.scatter_add(1, tokens.clamp(max=width - 1).long(), amount)
+
+
+def penalise(scores: Tensor, history: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Penalties for tokens that are there already.
+
+    The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) is for tokens of prompt and response. The others are
+    those of the OpenAI API, for tokens of the response alone, in the order of vLLM: after the repetition penalty.
+
+    Args:
+        scores: `[B, V]` float32.
+        history: `[B, V]` int32, what `RowState` counts.
+        repetition: `[B]` float32.
+        presence: `[B]` float32.
+        frequency: `[B]` float32.
+    """
+    factor = repetition[:, None]
+    scores = torch.where(history > 0, torch.where(scores < 0, scores * factor, scores / factor), scores)
+    times = history // IN_RESPONSE
+    scores = scores - times * frequency[:, None]
+    return scores - (times > 0) * presence[:, None]
+
+
+def _truncate(numbers: Tensor, settings: Tensor) -> bool:
+    """Whether some row leaves likely tokens out."""
+    limited = (numbers[:, Column.TOP_K] > 0) | (settings[:, Setting.TAIL] > 0) | (settings[:, Setting.LEAST] > _NEVER)
+    return bool(limited.any())
+
+
+def _details(logits: Tensor, scores: Tensor, total: Tensor, tokens: Tensor, wanted: Wanted) -> Tensor:
+    """Details `[wanted.rows, B]` of drawn tokens: from raw logits, and from the scores drawn from and their log-sum."""
+    parts: list[Tensor] = []
+    if wanted.raw:
+        raw = logits.to(torch.float32)
+        chosen = raw.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(raw, dim=-1)
+        parts.append(chosen.view(torch.int32)[None])
+    width = scores.shape[1]
+    if wanted.top:
+        # Equal tokens in the order of their ids.
+        found = scores.sort(dim=-1, descending=True, stable=True)
+        missing = wanted.top - min(wanted.top, width)
+        ids = torch.nn.functional.pad(found.indices[:, : wanted.top].int(), (0, missing))
+        likely = found.values[:, : wanted.top] - total[:, None]
+        values = torch.nn.functional.pad(likely, (0, missing), value=_NEVER)
+        parts += [ids.T, values.view(torch.int32).T]
+    if wanted.kept:
+        kept = scores > _NEVER
+        ids = torch.where(kept, torch.arange(width), width).sort(dim=-1).values[:, : wanted.kept]
+        ids = torch.nn.functional.pad(ids, (0, wanted.kept - ids.shape[1]))
+        parts += [kept.sum(dim=-1, dtype=torch.int32)[None], ids.int().T]
+    return torch.cat(parts)

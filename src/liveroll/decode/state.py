@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -9,11 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from liveroll.decode.adjustments import ABSENT, adjustments_of
 from liveroll.decode.upload import upload, upload_together
 from liveroll.scheduling.request import Request
 
 # More than any vocabulary holds: a larger top_k keeps all tokens too.
 _ALL = 2**31 - 1
+
+IN_PROMPT, IN_RESPONSE = 1, 2
+"""What a token's history counts up by where it stands in the prompt, and each time it stands in the response."""
 
 
 class Column(IntEnum):
@@ -22,7 +27,7 @@ class Column(IntEnum):
     TOKEN = 0  # the last token, not fed to the model yet
     POSITION = 1  # where that token stands
     REMAINING = 2  # tokens that may still be sampled
-    HELD = 3  # tokens to be sampled before a stop token may be
+    DONE = 3  # tokens of the response so far
     TOP_K = 4  # 0 keeps all
     SAMPLED = 5  # 0 takes the most likely token
     STREAM_LOW = 6
@@ -34,8 +39,14 @@ class Setting(IntEnum):
 
     TEMPERATURE = 0
     TAIL = 1  # 1 - top_p, rounded once as in transformers
-    MIN_P = 2
-    PENALTY = 3
+    LEAST = 2  # log(min_p)
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+
+
+NEUTRAL = (1.0, 0.0, -math.inf, 1.0, 0.0, 0.0)
+"""The value of each setting that changes nothing."""
 
 
 class RowState:
@@ -47,31 +58,49 @@ class RowState:
         slots: rows of the running batch.
         table_width: pages that a row may hold.
         stop_width: stop tokens that a row may have.
+        adjusted_width: tokens that a row may bias, forbid or hold back.
         vocab_size: V.
+        sampled_size: ids below this may be sampled; V if None.
         device: where the tensors live.
     """
 
-    def __init__(self, slots: int, *, table_width: int, stop_width: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        *,
+        table_width: int,
+        stop_width: int,
+        adjusted_width: int = 1,
+        vocab_size: int,
+        sampled_size: int | None = None,
+        device: torch.device,
+    ) -> None:
         self.slots = slots
         self.inert = slots
+        self.sampled_size = min(sampled_size or vocab_size, vocab_size)
         self.numbers = torch.zeros(slots + 1, len(Column), dtype=torch.int64, device=device)
-        self.settings = torch.ones(slots + 1, len(Setting), dtype=torch.float32, device=device)
+        self.settings = torch.tensor([NEUTRAL] * (slots + 1), dtype=torch.float32, device=device)
         self.stops = torch.full((slots + 1, stop_width), -1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(slots + 1, table_width, dtype=torch.int32, device=device)
-        self.seen: Tensor | None = None
+        # Tokens whose scores are adjusted, ascending; what is added to each; and until how many tokens are sampled it
+        # may not be sampled at all.
+        self.adjusted = torch.full((slots + 1, adjusted_width), ABSENT, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(slots + 1, adjusted_width, dtype=torch.float32, device=device)
+        self.until = torch.zeros(slots + 1, adjusted_width, dtype=torch.int32, device=device)
+        self.history: Tensor | None = None
         self._vocab_size = vocab_size
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        held = [self.numbers, self.settings, self.stops, self.block_table]
-        return sum(tensor.nbytes for tensor in held) + (0 if self.seen is None else self.seen.nbytes)
+        held = [self.numbers, self.settings, self.stops, self.block_table, self.adjusted, self.bias, self.until]
+        return sum(tensor.nbytes for tensor in held) + (0 if self.history is None else self.history.nbytes)
 
     def keep_histories(self) -> None:
-        """From now on, keep which tokens each row has seen, `[slots, V]` bool, for penalties."""
-        if self.seen is None:
+        """From now on, count what each row has seen, `[slots, V]` int32, for penalties; and adjust scores."""
+        if self.history is None:
             shape = (self.slots + 1, self._vocab_size)
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.numbers.device)
+            self.history = torch.zeros(shape, dtype=torch.int32, device=self.numbers.device)
 
     def admit(self, requests: Sequence[Request]) -> Tensor:
         """Set up the slots of requests as their prefill leaves them; `[N]` int64 slots on the device.
@@ -87,12 +116,9 @@ class RowState:
         rows = np.array([r.slot for r in requests], np.int64)
         slots, numbers_there, settings_there, stops_there = upload_together([rows, numbers, settings, stops], device)
         self.numbers[slots], self.settings[slots], self.stops[slots] = numbers_there, settings_there, stops_there
-        if self.seen is not None:
-            self.seen[slots] = False
-            histories = [np.concatenate([r.context, np.array(r.padding_ids, np.int64)]) for r in requests]
-            owners = np.repeat([r.slot for r in requests], [len(history) for history in histories])
-            owner, token = upload(np.stack([owners, np.concatenate(histories)]), device)
-            self.seen[owner, token] = True
+        if self.history is not None:
+            self._admit_adjustments(slots, requests)
+            self._admit_histories(slots, requests, self.history)
         return slots
 
     def load_table(self, block_table: np.ndarray) -> None:
@@ -100,13 +126,34 @@ class RowState:
         rows, pages = block_table.shape
         self.block_table[:rows, :pages] = upload(block_table, self.block_table.device)
 
+    def _admit_adjustments(self, slots: Tensor, requests: Sequence[Request]) -> None:
+        shape = (len(requests), self.adjusted.shape[1])
+        adjusted, bias, until = np.full(shape, ABSENT, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        distinct = {id(r.sampling): adjustments_of(r.sampling) for r in requests}
+        for row, request in enumerate(requests):
+            found = distinct[id(request.sampling)]
+            count = len(found.tokens)
+            adjusted[row, :count], bias[row, :count], until[row, :count] = found.tokens, found.bias, found.until
+        moved = upload_together([adjusted, bias, until], slots.device)
+        self.adjusted[slots], self.bias[slots], self.until[slots] = moved
+
+    def _admit_histories(self, slots: Tensor, requests: Sequence[Request], history: Tensor) -> None:
+        history[slots] = 0
+        seen = [np.concatenate([r.prompt, np.array(r.padding_ids, np.int64)]) for r in requests]
+        for parts, amount in ((seen, IN_PROMPT), ([r.tokens for r in requests], IN_RESPONSE)):
+            owners = np.repeat([r.slot for r in requests], [len(part) for part in parts])
+            owner, token = upload(np.stack([owners, np.concatenate(parts)]).astype(np.int64), slots.device)
+            # The prompt is marked, however often a token stands in it; the response is counted.
+            counted = torch.full_like(token, amount, dtype=torch.int32)
+            history.index_put_((owner, token), counted, accumulate=amount == IN_RESPONSE)
+
 
 def _numbers(request: Request) -> list[int]:
     sampling, done = request.sampling, len(request.tokens)
     row = [0] * len(Column)
     row[Column.POSITION] = len(request.prompt) + done - 1
     row[Column.REMAINING] = sampling.max_new_tokens - done
-    row[Column.HELD] = max(sampling.min_new_tokens - done, 0)
+    row[Column.DONE] = done
     row[Column.TOP_K] = min(sampling.top_k, _ALL) if sampling.do_sample else 0
     row[Column.SAMPLED] = sampling.do_sample
     row[Column.STREAM_LOW], row[Column.STREAM_HIGH] = request.stream
@@ -115,11 +162,12 @@ def _numbers(request: Request) -> list[int]:
 
 def _settings(request: Request) -> list[float]:
     sampling = request.sampling
-    row = [1.0] * len(Setting)
-    row[Setting.TAIL] = row[Setting.MIN_P] = 0.0
+    row = list(NEUTRAL)
     if sampling.do_sample:
         row[Setting.TEMPERATURE] = sampling.temperature
         row[Setting.TAIL] = 1 - sampling.top_p
-        row[Setting.MIN_P] = sampling.min_p
-    row[Setting.PENALTY] = sampling.repetition_penalty
+        row[Setting.LEAST] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    row[Setting.REPETITION] = sampling.repetition_penalty
+    row[Setting.PRESENCE] = sampling.presence_penalty
+    row[Setting.FREQUENCY] = sampling.frequency_penalty
     return row

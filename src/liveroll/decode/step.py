@@ -14,6 +14,7 @@ from liveroll.decode.feeding import DecodeForward
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.kv.storage import PagedStorage
+from liveroll.scheduling.details import NOTHING, Wanted
 
 
 def decode(
@@ -24,6 +25,7 @@ def decode(
     backend: AttentionBackend,
     longest: int,
     variant: Variant,
+    wanted: Wanted = NOTHING,
 ) -> Tensor:
     """Feed the last token of each slot, sample its next one, and move it on.
 
@@ -35,9 +37,10 @@ def decode(
         backend: attention over them.
         longest: an upper bound of the rows' keys; the only value from the host.
         variant: how much of sampling to run.
+        wanted: what to report of each token besides its log-probability.
 
     Returns:
-        The report of `advance`, `[3, B]` int32.
+        The report of `advance`, `[3 + wanted.rows, B]` int32.
     """
     numbers = state.numbers[slots]
     position = numbers[:, Column.POSITION]
@@ -50,4 +53,4 @@ def decode(
     layout = PagedLayout(table, torch.where(live, position + 1, 1), index, longest)
     with interface.bound(PagedCall(backend, storage, layout)):
         logits = forward(numbers[:, :1], position[:, None])
-    return advance(state, slots, logits[:, -1], variant)
+    return advance(state, slots, logits[:, -1], variant, wanted)

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from liveroll.errors import ConfigError, PromptError, UnsupportedGenerationError
+from liveroll.model.single_tokens import read_bias, read_forbidden
 from liveroll.model.switches import INSTEAD, refuse_unsupported
 from liveroll.model.versions import PreparedGeneration, default_generation_fields, prepare_generation_config
 from liveroll.sampling_config import SamplingConfig
@@ -79,6 +80,7 @@ def resolve_sampling(
     if min_new_tokens is None:
         min_new_tokens = max((config.min_length or 0) - prompt_width, 0)
     do_sample = bool(config.do_sample)
+    forbidden, first_forbidden = read_forbidden(config, stop_token_ids, vocab_size)
     return ResolvedSampling(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(min_new_tokens, max_new_tokens),
@@ -94,6 +96,14 @@ def resolve_sampling(
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         pad_token_id=pad_token_id,
+        presence_penalty=float(sampling.presence_penalty),
+        frequency_penalty=float(sampling.frequency_penalty),
+        logit_bias=read_bias(config, vocab_size),
+        forbidden_tokens=forbidden,
+        first_forbidden_tokens=first_forbidden,
+        raw_logprobs=sampling.raw_logprobs,
+        top_logprobs=sampling.top_logprobs,
+        kept_tokens=sampling.kept_tokens,
     )
 
 
@@ -101,7 +111,8 @@ def generate_kwargs(sampling: SamplingConfig) -> dict[str, Any]:
     """Return the keyword arguments that hand a request to `model.generate` unchanged.
 
     A field left at None is left out, so that `generate` inherits it. With `stop`, `generate` needs a
-    `tokenizer` argument as well. `seed` and `logprobs` have no counterpart.
+    `tokenizer` argument as well. `seed`, the presence and frequency penalties and what is reported of tokens have
+    no counterpart.
     """
     names = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p")
     kwargs = {name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None}
@@ -112,6 +123,10 @@ def generate_kwargs(sampling: SamplingConfig) -> dict[str, Any]:
         kwargs["temperature"] = float(sampling.temperature)
     if sampling.repetition_penalty is not None:
         kwargs["repetition_penalty"] = float(sampling.repetition_penalty)
+    if sampling.logit_bias is not None:
+        kwargs["sequence_bias"] = [[[token], bias] for token, bias in dict(sampling.logit_bias).items()] or None
+    if sampling.forbidden_tokens is not None:
+        kwargs["suppress_tokens"], kwargs["bad_words_ids"] = list(sampling.forbidden_tokens) or None, None
     if sampling.stop_token_ids is not None:
         kwargs["eos_token_id"] = list(sampling.stop_token_ids) or None
     if sampling.stop:
@@ -124,12 +139,16 @@ def to_generation_config(sampling: ResolvedSampling) -> GenerationConfig:
     """Return the complete configuration with which `model.generate` does what `sampling` says.
 
     Everything that `ResolvedSampling` does not hold is at its default, since `resolve_sampling` refuses the
-    rest. Stop strings are left out. Use it with `liveroll.model.versions.prepared_for_generate`.
+    rest. Stop strings are left out, and the presence and frequency penalties, which `generate` does not know. Use it
+    with `liveroll.model.versions.prepared_for_generate`.
     """
     fields = default_generation_fields()
     same = ("max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p")
     fields.update({name: getattr(sampling, name) for name in (*same, "repetition_penalty", "pad_token_id")})
     fields.update(eos_token_id=list(sampling.stop_token_ids) or None, num_return_sequences=sampling.n)
+    fields["sequence_bias"] = [[[token], bias] for token, bias in sampling.logit_bias] or None
+    fields["suppress_tokens"] = list(sampling.forbidden_tokens) or None
+    fields["begin_suppress_tokens"] = list(sampling.first_forbidden_tokens) or None
     config = GenerationConfig()
     for name, value in fields.items():  # one by one: the constructor refuses several greedy samples
         setattr(config, name, value)

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from liveroll.scheduling.details import Details
 from liveroll.scheduling.request import Request
 
 
@@ -82,8 +83,10 @@ class StepResult:
         tokens: int64 sampled tokens.
         outcomes: `Outcome` codes; the token of an IDLE row means nothing.
         logprobs: float32 log-probabilities of the tokens.
+        details: what else was asked for of them.
     """
 
     tokens: np.ndarray
     outcomes: np.ndarray
     logprobs: np.ndarray
+    details: Details | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from liveroll.completion import FinishReason
+from liveroll.scheduling.details import Details
 from liveroll.types import ResolvedSampling
 
 
@@ -25,6 +26,7 @@ class Request:
         stream: two 32-bit keys of the request's random stream.
         tokens: int64 response tokens `[R]` known so far.
         logprobs: float32 log-probabilities `[R]` of them.
+        details: what else was asked for of them.
         finish_reason: None while it runs.
         stop: the token id or string that ended it.
         group: which distinct prompt of the call it has: equal token ids, equal group.
@@ -43,6 +45,7 @@ class Request:
 
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    details: Details | None = None
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     group: int = -1

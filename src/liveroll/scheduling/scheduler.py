@@ -9,6 +9,7 @@ import numpy as np
 
 from liveroll.completion import FinishReason
 from liveroll.errors import LogitsError
+from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request, logits_complaint
@@ -54,6 +55,7 @@ class Scheduler:
         allocator: the pages of the KV storage.
         page_size: tokens in a page.
         search_stop: finds stop strings; needed when a request has any.
+        wanted: what results tell of each token besides its log-probability.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Scheduler:
         allocator: PageAllocator,
         page_size: int,
         search_stop: StopSearch | None = None,
+        wanted: Wanted = NOTHING,
     ) -> None:
         self._sharing = SharedPrompts(requests, allocator, page_size)
         self._waiting = deque(order_of_admission(requests))
@@ -72,7 +75,8 @@ class Scheduler:
         self._search_stop = search_stop
         self._running: dict[int, Request] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._transcript = Transcript(slots, max((r.sampling.max_new_tokens for r in requests), default=1))
+        budget = max((r.sampling.max_new_tokens for r in requests), default=1)
+        self._transcript = Transcript(slots, budget, wanted)
         # Of the next step of each slot: the position it feeds, the positions covered by pages, how many it can come to
         # need, and the tokens left to plan.
         self._position = np.zeros(slots, np.int64)
@@ -134,7 +138,8 @@ class Scheduler:
         strange = live & np.isnan(result.logprobs)
         if strange.any():
             raise LogitsError(logits_complaint(self._running[int(slots[strange][0])]))
-        self._transcript.append(slots[live], result.tokens[live], result.logprobs[live])
+        details = None if result.details is None else result.details.take(live)
+        self._transcript.append(slots[live], result.tokens[live], result.logprobs[live], details)
         finished = []
         for slot in slots[live & self._has_stop_strings[slots]].tolist():
             if found := self._find_stop(slot):
@@ -189,7 +194,7 @@ class Scheduler:
         self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
         self._longest[slot] = request.longest
         self._has_stop_strings[slot] = bool(request.sampling.stop)
-        self._transcript.start(slot, request.tokens, request.logprobs)
+        self._transcript.start(slot, request.tokens, request.logprobs, request.details)
         self._running[slot] = request
         self._active[slot] = True
 
@@ -232,6 +237,7 @@ class Scheduler:
         self._active[slot] = False
         self._tenancy[slot] += 1
         request.tokens, request.logprobs = self._transcript.read(slot)
+        request.details = self._transcript.read_details(slot)
         self._free_slots.append(slot)
         return request
 

@@ -186,6 +186,8 @@ def _entry(completion: Completion) -> dict[str, Any]:
     if completion.logprobs is not None:
         # JSON has no infinity and no NaN.
         entry["logprobs"] = [value if math.isfinite(value) else None for value in completion.logprobs]
+    told = {name: getattr(completion, name) for name in ("raw_logprobs", "top_logprobs", "kept_tokens")}
+    entry |= {name: value for name, value in told.items() if value is not None}
     return {**entry, "finish_reason": completion.finish_reason, "stop": completion.stop}
 
 

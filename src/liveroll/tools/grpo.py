@@ -35,13 +35,10 @@ def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def rollout_logprobs(batch: RolloutBatch) -> torch.Tensor:
-    """Lay out the log-probabilities the engine sampled with as `[N, R]` float32, zero after each response."""
-    laid_out = torch.zeros(len(batch), batch.input_ids.shape[1] - batch.response_start_idx)
-    for row, completion in zip(laid_out, batch.completions, strict=True):
-        if completion.logprobs is None:
-            raise ValueError("the rollout holds no logprobs; generate it with SamplingConfig(logprobs=True)")
-        row[: len(completion.logprobs)] = torch.tensor(completion.logprobs)
-    return laid_out.to(batch.input_ids.device)
+    """Give the log-probabilities the engine sampled with, `[N, R]` float32, zero after each response."""
+    if batch.response_logprobs is None:
+        raise ValueError("the rollout holds no logprobs; generate it with SamplingConfig(logprobs=True)")
+    return batch.response_logprobs
 
 
 def policy_logprobs(
