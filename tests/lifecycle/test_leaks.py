@@ -103,6 +103,10 @@ def test_stops_agree_with_generate_after_other_stops(model):
     for stops in ((whole[0][3], whole[1][5]), (whole[2][4],), ()):
         check(engine, model, rows, 12, stop_token_ids=stops)
     check(engine, model, rows, 12, stop_token_ids=(whole[0][3],), min_new_tokens=8)
+    # A stop that comes after it was held ends the row.
+    late = next(token for place, token in enumerate(whole[0]) if place > 4 and token not in whole[0][:place])
+    ended = check(engine, model, rows, 12, stop_token_ids=(late,), min_new_tokens=3).completions[0]
+    assert (ended.stop, ended.token_ids[-1]) == (late, late)
     check(engine, model, rows, 12, stop_token_ids=(whole[0][3],))
 
 

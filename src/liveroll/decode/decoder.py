@@ -195,16 +195,13 @@ class Decoder:
         allowed = least_of(self._pool.allowed(shape, dtype, device), self._tp_group, device)
         pages = min(slots * width, allowed)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
-        if self.graphs.captures:
-            self.graphs.drop(reason)
-            logger.info("capturing again: %s", reason)
+        self.graphs.drop(reason)
         self.release()
         self._pool.provide(shape, dtype, device, pages)
         self._state = RowState(
             slots, table_width=width, stop_width=room["stop tokens a row"], vocab_size=shape.vocab_size, device=device
         )
         self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
-        self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
 
