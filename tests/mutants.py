@@ -16,6 +16,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,12 +96,12 @@ def _run_tests(copy: Path, tests: tuple[str, ...], sender: Connection) -> None:
     # Compiled files are told apart by size and second, in which two mutants may agree.
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.stdout = open(os.devnull, "w")
     paths = [str(copy / "tests" / test) for test in tests]
     # What was imported before the fork cannot have its asserts rewritten, and none of it has tests.
     options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    pytest.main([*options, f"--timeout={TIMEOUT}", *paths], plugins=[Listener()])
-    sender.send(failed[0] if failed else None)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        code = pytest.main([*options, f"--timeout={TIMEOUT}", *paths], plugins=[Listener()])
+    sender.send(failed[0] if failed else f"none, and pytest ended with {code}" if code else None)
 
 
 def main(words: list[str]) -> int:

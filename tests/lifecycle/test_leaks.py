@@ -187,14 +187,17 @@ def test_a_call_that_fails_in_a_prefill(model, error, run_ahead, failing):
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_a_stream_closed_early(model, taken):
-    """Guards against rows of a stream that was left, which would go on in the next call."""
+    """Guards against rows of a stream that was left, whose budgets or held stops would go on in the next call."""
     engine = engine_of(model, run_ahead=2)
-    rows = prompts(7, rows=9)
-    stream = engine.stream(rows, [SamplingConfig(max_new_tokens=3 + index) for index in range(9)])
+    settings = [SamplingConfig(max_new_tokens=3 + 4 * index, min_new_tokens=1 + 4 * index) for index in range(9)]
+    stream = engine.stream(prompts(7, rows=9), settings)
     for _ in range(taken):
         next(stream)
     stream.close()
-    check(engine, model, prompts(5, rows=6), 10)
+    rows = prompts(5, rows=6)
+    stop = zoo.reference(model, rows[0], max_new_tokens=3)[-1]
+    batch = check(engine, model, rows, 10, stop_token_ids=(stop,))
+    assert len(batch.completions[0].token_ids) <= 3
 
 
 def test_a_step_interrupted_half_way(model):

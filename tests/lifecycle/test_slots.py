@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -9,11 +10,10 @@ import zoo
 from rollouts import check, engine_of, prompts, tokens
 from texts import character_tokenizer
 
-from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import LogitsError, RolloutConfig, RolloutEngine, SamplingConfig
 
 BUDGET = 20
 ROWS = zoo.ragged_prompts(zoo.VOCAB_SIZE, 0, (1, 3, 7, 12, 20, 5, 30, 2, 9, 14, 4))
-
 
 MODEL = zoo.shared("llama")
 
@@ -65,3 +65,17 @@ def test_refills_with_padding(run_ahead):
         stats = check(engine, MODEL, rows, BUDGET, stop_token_ids=(eos,)).stats
         assert stats.prefill_forwards > 2
         assert stats.padded_tokens > 0
+
+
+def test_keys_that_were_not_numbers():
+    """Guards against NaN that a diverged model left in pages: a masked key's weight is 0, and 0 times NaN is NaN."""
+    model = zoo.build("llama")
+    engine = engine_of(model)
+    good = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(LogitsError):
+        engine.generate(prompts(30), SamplingConfig(max_new_tokens=2))
+    model.load_state_dict(good)
+    # Rows shorter than those before them in their pages.
+    check(engine, model, prompts(3))
