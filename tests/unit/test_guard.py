@@ -41,7 +41,6 @@ def test_gradients_are_back_after_an_interrupt_while_they_are_put_back():
     before = sys.gettrace()
     try:
         with pytest.raises(KeyboardInterrupt), guard.rollout():
-            assert not torch.is_grad_enabled()
             sys.settrace(interrupt)
         assert torch.is_grad_enabled()
     finally:
