@@ -113,6 +113,10 @@ def test_stops_agree_with_generate_after_other_stops(model):
     for stops in ((whole[0][3], whole[1][5]), (whole[2][4],), ()):
         check(engine, model, rows, 12, stop_token_ids=stops)
     check(engine, model, rows, 12, stop_token_ids=(whole[0][3],), min_new_tokens=8)
+    # A stop that comes after it was held ends the row.
+    late = next(token for place, token in enumerate(whole[0]) if place > 4 and token not in whole[0][:place])
+    ended = check(engine, model, rows, 12, stop_token_ids=(late,), min_new_tokens=3).completions[0]
+    assert (ended.stop, ended.token_ids[-1]) == (late, late)
     check(engine, model, rows, 12, stop_token_ids=(whole[0][3],))
 
 
@@ -193,14 +197,17 @@ def test_a_call_that_fails_in_a_prefill(model, error, run_ahead, failing):
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_a_stream_closed_early(model, taken):
-    """Guards against rows of a stream that was left, which would go on in the next call."""
+    """Guards against rows of a stream that was left, whose budgets or held stops would go on in the next call."""
     engine = engine_of(model, run_ahead=2)
-    rows = prompts(7, rows=9)
-    stream = engine.stream(rows, [SamplingConfig(max_new_tokens=3 + index) for index in range(9)])
+    settings = [SamplingConfig(max_new_tokens=3 + 4 * index, min_new_tokens=1 + 4 * index) for index in range(9)]
+    stream = engine.stream(prompts(7, rows=9), settings)
     for _ in range(taken):
         next(stream)
     stream.close()
-    check(engine, model, prompts(5, rows=6), 10)
+    rows = prompts(5, rows=6)
+    stop = zoo.reference(model, rows[0], max_new_tokens=3)[-1]
+    batch = check(engine, model, rows, 6, stop_token_ids=(stop,), min_new_tokens=1)
+    assert len(batch.completions[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4])

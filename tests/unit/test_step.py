@@ -1,4 +1,4 @@
-"""Where a decode step writes keys and values: its own next position, or the scratch page, and nowhere else."""
+"""Where a decode step writes keys and values: each row at its own next position, the filler to the scratch page."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ SIZE = 4
 CPU = torch.device("cpu")
 
 
-def test_only_running_rows_write_outside_the_scratch_page():
-    """Guards against a row that ended, perhaps behind its last page, and writes over what is not its own any more."""
+def test_rows_write_at_their_next_position():
+    """Guards against a filler, or a row that stopped, which writes over what is not its own."""
     model = shared("llama")
     guard = ModelGuard(model, training=False)
     with guard.rollout(), guard.our_attention():
         shape, dtype = probe(model)
         storage = PagedStorage(shape.layers, 6, SIZE, dtype, CPU)
-        state = RowState(3, table_width=2, stop_width=1, vocab_size=shape.vocab_size, device=CPU)
-        running, stopped, spent = (make_request(row, prompt, 9) for row, prompt in enumerate((6, 3, 4)))
-        for slot, request in enumerate((running, stopped, spent)):
+        state = RowState(2, table_width=2, stop_width=1, vocab_size=shape.vocab_size, device=CPU)
+        running, stopped = (make_request(row, prompt, 9) for row, prompt in enumerate((6, 3)))
+        for slot, request in enumerate((running, stopped)):
             request.slot = slot
-        state.admit([running, stopped, spent])
-        # Slot 0 has sampled its next token; slot 1 has stopped; slot 2 stands behind its last page.
-        state.numbers[:3, Column.POSITION] = torch.tensor([6, 3, 2 * SIZE])
-        state.numbers[1:3, Column.REMAINING] = 0
-        state.load_table(np.array([[3, 5], [1, 2], [4, 2]], np.int32))
+        state.admit([running, stopped])
+        # Slot 0 has sampled its next token; slot 1 has stopped at its first.
+        state.numbers[:2, Column.POSITION] += 1
+        state.numbers[1, Column.REMAINING] = 0
+        state.load_table(np.array([[3, 5], [1, 2]], np.int32))
         before = [tensor.clone() for tensor in (*storage.keys, *storage.values)]
-        slots = torch.tensor([0, 1, 2, state.inert])
+        slots = torch.tensor([0, 1, state.inert, state.inert])
         report = decode(DecodeForward(model, False), state, slots, storage, ReferenceAttention(), 7, Variant.PLAIN)
     assert report[1].tolist() == [Outcome.RUNNING, Outcome.IDLE, Outcome.IDLE, Outcome.IDLE]
     for old, new in zip(before, (*storage.keys, *storage.values), strict=True):
         written = (old != new).flatten(2).any(dim=2)
-        written[0] = False
-        assert written.nonzero().tolist() == [[5, 2]]
+        assert written.nonzero().tolist() == [[0, 0], [1, 3], [5, 2]]

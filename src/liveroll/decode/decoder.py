@@ -200,9 +200,7 @@ class Decoder:
         allowed = least_of(self._pool.allowed(shape, dtype, device), self._tp_group, device)
         pages = min(slots * width, allowed)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
-        if self.graphs.captures:
-            self.graphs.drop(reason)
-            logger.info("capturing again: %s", reason)
+        self.graphs.drop(reason)
         self.release()
         self._pool.provide(shape, dtype, device, pages)
         self._state = RowState(
@@ -215,7 +213,6 @@ class Decoder:
             device=device,
         )
         self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
-        self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
 
     def _capture(self, rung: int, variant: Variant, wanted: Wanted) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from liveroll.decode.capture import CaptureBackend, CapturedStep, Step
+
+logger = logging.getLogger("liveroll")
 
 
 class GraphStore:
@@ -53,5 +56,6 @@ class GraphStore:
         """Forget all captured steps and their memory; a reason is noted where there were any."""
         if self._steps and reason is not None:
             self.recapture_reasons.append(reason)
+            logger.info("capturing again: %s", reason)
         self._steps.clear()
         self._backend = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from liveroll.attention import interface
@@ -45,12 +44,10 @@ def decode(
     numbers = state.numbers[slots]
     position = numbers[:, Column.POSITION]
     table = state.block_table[slots]
-    # A frozen row may stand behind its last page; like all that do not run, it writes to the scratch page.
-    page = (position // storage.page_size).clamp(max=table.shape[1] - 1)
-    live = numbers[:, Column.REMAINING] > 0
-    index = table.gather(1, page[:, None])[:, 0].long() * storage.page_size + position % storage.page_size
-    index = torch.where(live, index, 0)
-    layout = PagedLayout(table, torch.where(live, position + 1, 1), index, longest)
+    # A row that stopped, unknown to the host yet, still has its pages and writes there; the inert slot has scratch.
+    page = table.gather(1, position[:, None] // storage.page_size)[:, 0].long()
+    index = page * storage.page_size + position % storage.page_size
+    layout = PagedLayout(table, position + 1, index, longest)
     with interface.bound(PagedCall(backend, storage, layout)):
         logits = forward(numbers[:, :1], position[:, None])
     return advance(state, slots, logits[:, -1], variant, wanted)

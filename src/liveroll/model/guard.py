@@ -73,11 +73,10 @@ class ModelGuard:
         flipped = [module for module in modules if wanted is not None and module.training != wanted]
         checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]
         device = self._model.device
-        gradients, random = torch.is_grad_enabled(), torch.get_rng_state()
+        random = torch.get_rng_state()
         device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
         def restore() -> None:
-            torch.set_grad_enabled(gradients)
             torch.set_rng_state(random)
             if device_random is not None:
                 torch.cuda.set_rng_state(device_random, device)
