@@ -61,6 +61,7 @@ class RolloutConfig:
         seed: the engine's seed, used by calls whose `SamplingConfig.seed` is None. Such calls differ from one
             another, and the sequence of calls repeats with the engine's seed.
         progress: show a progress bar of finished completions.
+        profile: say in the stats where the time of a call went.
 
     Raises:
         ConfigError: a value is out of range or two settings exclude each other.
@@ -84,6 +85,7 @@ class RolloutConfig:
     run_ahead: int | None = None
     seed: int = 0
     progress: bool = False
+    profile: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self, "max_slots", low=1)
@@ -108,6 +110,7 @@ class RolloutConfig:
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)
         check_flag(self, "progress")
+        check_flag(self, "profile")
         given = [name for name in ("kv_tokens", "kv_bytes", "kv_fraction") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} all set the KV memory; give one of them")

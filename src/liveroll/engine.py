@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
+from liveroll.timeline import RecordedTimeline, Timeline
 from liveroll.types import RolloutBatch, RolloutMemory
 
 
@@ -96,27 +98,33 @@ class RolloutEngine:
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
-        stats = StatsRecorder()
+        timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
+        stats = StatsRecorder(timeline, self.config.max_slots)
         with self._exclusive():
             batch, settings = self._intake.read(prompts, sampling)
             try:
                 if self._refusal is not None:
                     raise self._refusal
                 call = self._intake.open(batch, settings)
+                timeline.enter("planning")
                 ordinary = self._stage.takes_ordinary(call)
+                timeline.enter("intake")
                 with (
                     self._rollout_mode(ordinary),
                     completion_progress(len(call.requests), self.config.progress) as tick,
                 ):
                     for finished in self._steps(call, ordinary, stats):
                         tick(finished)
+                    timeline.enter("postprocessing")
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
                 self._allow_fallback(refusal)
+                timeline.enter("decode")
                 with self._guard.rollout():
                     call = run_fallback(self._model, batch, settings, self._intake.next_seed(), self.tokenizer)
+                timeline.enter("postprocessing")
                 stats.record_fallback(str(refusal))
-            result = stats.finish(len(batch.prompts), call.requests, self._decoder.kv_bytes)
-            return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
+            finish = partial(stats.finish, len(batch.prompts), call.requests, self._decoder.kv_bytes)
+            return make_batch(call.requests, batch, call.sampling, finish, self.tokenizer, self._model.device)
 
     def stream(self, prompts: Prompts, sampling: Sampling | None = None) -> Iterator[Completion]:
         """Generate for prompts and yield each completion as it finishes.
@@ -138,7 +146,7 @@ class RolloutEngine:
                 raise self._refusal
             call = self._intake.open(*self._intake.read(prompts, sampling))
             ordinary = self._stage.takes_ordinary(call)
-            steps = self._steps(call, ordinary, StatsRecorder())
+            steps = self._steps(call, ordinary, StatsRecorder(Timeline(), self.config.max_slots))
             while True:
                 with self._rollout_mode(ordinary):
                     finished = next(steps, None)
@@ -241,19 +249,22 @@ class RolloutEngine:
             yield from self._ordinary_chunks(call, stats)
             return
         scheduler, runner = self._stage.set_up(call, stats)
+        stats.timeline.enter("scheduling")
         while (plan := scheduler.plan()) is not None:
             waiting = isinstance(plan, Wait)
             if not isinstance(plan, Wait):
                 runner.launch(plan)
             for done, result in runner.collect(everything=waiting):
+                stats.timeline.enter("scheduling")
                 yield scheduler.commit(done, result)
+            stats.timeline.enter("scheduling")
 
     def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
         variant = Variant.of(call.sampling)
         search = None if call.stop_strings is None else call.stop_strings.search
         for start in range(0, len(call.requests), self.config.max_slots):
             chunk = list(call.requests[start : start + self.config.max_slots])
-            stats.record_chunk(run_ordinary(self._model, chunk, variant, search))
+            stats.record_chunk(run_ordinary(self._model, chunk, variant, search, stats.timeline))
             yield chunk
 
     @contextmanager

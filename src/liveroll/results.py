@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,14 @@ def make_batch(
     requests: Sequence[Request],
     prompts: PromptBatch,
     sampling: Sequence[ResolvedSampling],
-    stats: RolloutStats,
+    finish: Callable[[], RolloutStats],
     tokenizer: Any,
     device: torch.device,
 ) -> RolloutBatch:
-    """The batch of finished requests, tensors on `device`."""
+    """The batch of finished requests, tensors on `device`.
+
+    `finish` gives the statistics. It is called last, since making the batch is part of what they time.
+    """
     start, width = prompts.width, max(len(request.tokens) for request in requests)
     source = np.array([request.prompt_index for request in requests])
     both = np.zeros((2, len(requests), start + width), np.int64)
@@ -56,5 +59,5 @@ def make_batch(
         attention_mask=attention_mask,
         response_start_idx=start,
         sampling=tuple(sampling),
-        stats=stats,
+        stats=finish(),
     )

@@ -57,6 +57,7 @@ class Stage:
             CaptureError: the step must be captured, and cannot be.
             CompileError: the model must be compiled, and cannot be.
         """
+        stats.timeline.enter("cache")
         shape, dtype = self._probe()
         variant = Variant.of(call.sampling)
         self._decoder.prepare(
@@ -86,6 +87,7 @@ class Stage:
             variant=variant,
             planner=self._router.planner(self._counted_geometry()),
             run_ahead=ahead,
+            timeline=stats.timeline,
         )
         stats.watch(scheduler, allocator, runner, self._decoder)
         return scheduler, runner

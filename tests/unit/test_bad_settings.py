@@ -35,6 +35,7 @@ BAD_ROLLOUT = {
     "run_ahead": [-1, *NOT_WHOLE],
     "seed": [-1, None, *NOT_WHOLE],
     "progress": [0, 1, None, "yes"],
+    "profile": [0, 1, None, "yes"],
 }
 BAD_SAMPLING = {
     "max_new_tokens": [0, -1, *NOT_WHOLE],

@@ -140,8 +140,18 @@ class Decoder:
             self.state.keep_histories()
         self._signature = new
 
+    def capture_for(self, rows: int, variant: Variant) -> None:
+        """Capture the decode step of a batch of `rows` rows, if steps are captured and this one is not yet.
+
+        Raises:
+            CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
+        """
+        key = self._key(rows, variant)
+        if self.eager_reason is None and not self.graphs.holds(key):
+            self._capture(*key)
+
     def launch(self, slots: np.ndarray, longest: int, variant: Variant) -> Tensor:
-        """Run one decode step.
+        """Run one decode step, captured by `capture_for`.
 
         Args:
             slots: int64 slots of the running rows.
@@ -150,20 +160,13 @@ class Decoder:
 
         Returns:
             `[3, B]` int32, the report of each slot; overwritten by the next step.
-
-        Raises:
-            CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
         """
-        rung = rung_for(len(slots), self._rungs)
-        # Two variants are captured at most: a greedy row is a case of the plain one.
-        key = (rung, variant if variant is Variant.FULL else Variant.PLAIN)
-        if self.eager_reason is None and not self.graphs.holds(key):
-            self._capture(*key)
         if self.eager_reason is not None:
             rows = upload(slots, self._model.device)
             return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant)
         self._longest = longest
-        self._load_rows(slots, rung)
+        key = self._key(len(slots), variant)
+        self._load_rows(slots, key[0])
         self.graphs.replay(key)
         assert self._report is not None
         return self._report[:, : len(slots)]
@@ -207,6 +210,10 @@ class Decoder:
         self._rows = np.empty(0, np.int64)
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
         self._report = torch.zeros(3, slots, dtype=torch.int32, device=device)
+
+    def _key(self, rows: int, variant: Variant) -> tuple[int, Variant]:
+        """The captured step for a batch: two variants at most, since a greedy row is a case of the plain one."""
+        return rung_for(rows, self._rungs), variant if variant is Variant.FULL else Variant.PLAIN
 
     def _capture(self, rung: int, variant: Variant) -> None:
         self._load_rows(np.empty(0, np.int64), rung)
