@@ -23,6 +23,7 @@ from liveroll.model.capability import check_model
 from liveroll.model.guard import ModelGuard
 from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
+from liveroll.planning.costs import CostModel
 from liveroll.planning.routes import RoutePlan
 from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
@@ -73,12 +74,10 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
-        self.costs = router.costs
-        """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
-        self._intake = Intake(self._model, self.tokenizer, self.config, self.costs.max_tokens)
+        self._router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
+        self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
         self._decoder = Decoder(self._model, self.config, tp_group)
-        self._stage = Stage(self._model, self.config, self._guard, self._decoder, router)
+        self._stage = Stage(self._model, self.config, self._guard, self._decoder, self._router)
         self._claim: object = None
 
     def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
@@ -175,6 +174,11 @@ class RolloutEngine:
             if self._refusal is not None:
                 raise self._refusal
             return self._stage.plan(self._intake.draft(*self._intake.read(prompts, sampling)))
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
+        return self._router.costs
 
     @property
     def captures(self) -> int:
