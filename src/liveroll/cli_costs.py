@@ -18,7 +18,9 @@ def calibrate(
     model: Annotated[str, _MODEL],
     out: Annotated[Path, typer.Option(help="File to write the costs to.")],
     min_length: Annotated[int, typer.Option(help="Tokens of the shortest prompt.")] = 16,
-    max_length: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 512,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of the longest; 512, or what the model allows.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Prompts that run side by side, at most.")] = 32,
     repeats: Annotated[int, typer.Option(help="How often each call is timed.")] = 3,
     capture: Annotated[bool | None, _CAPTURE] = None,
@@ -28,12 +30,13 @@ def calibrate(
 ) -> None:
     """Measure what prefills and decode steps of a model cost here. Interrupted, the same command goes on."""
     from liveroll.tools.calibrate_run import CalibrateOptions, run_calibrate, show_calibration
-    from liveroll.tools.grid import WorkloadRange
 
     options = CalibrateOptions(
         model=model,
         out=out,
-        work=WorkloadRange(min_length=min_length, max_length=max_length, max_batch=max_batch),
+        min_length=min_length,
+        max_length=max_length,
+        max_batch=max_batch,
         repeats=repeats,
         capture="auto" if capture is None else capture,
         dtype=dtype,

@@ -97,9 +97,10 @@ class RolloutEngine:
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
-        timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
-        stats = StatsRecorder(timeline, self.config.max_slots)
         with self._exclusive():
+            self._settle_costs()
+            timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
+            stats = StatsRecorder(timeline, self.config.max_slots)
             batch, settings = self._intake.read(prompts, sampling)
             try:
                 if self._refusal is not None:
@@ -143,6 +144,7 @@ class RolloutEngine:
         with self._exclusive() as claim:
             if self._refusal is not None:
                 raise self._refusal
+            self._settle_costs()
             call = self._intake.open(*self._intake.read(prompts, sampling))
             ordinary = self._stage.takes_ordinary(call)
             steps = self._steps(call, ordinary, StatsRecorder(Timeline(), self.config.max_slots))
@@ -270,6 +272,10 @@ class RolloutEngine:
             chunk = list(call.requests[start : start + self.config.max_slots])
             stats.record_chunk(run_ordinary(self._model, chunk, variant, search, stats.timeline))
             yield chunk
+
+    def _settle_costs(self) -> None:
+        if self._refusal is None:
+            self._router.settle()
 
     @contextmanager
     def _rollout_mode(self, ordinary: bool) -> Iterator[None]:

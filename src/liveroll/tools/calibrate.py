@@ -20,11 +20,12 @@ from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import CostsFile
 from liveroll.planning.fit import Measurement, fit_costs, predict_ms
 from liveroll.planning.geometry import ModelGeometry
-from liveroll.tools.grid import WorkloadRange, plan_grid
+from liveroll.tools.grid import DECODE_STEPS, WorkloadRange, plan_grid
 from liveroll.tools.measure import Sample, Stopwatch, read_off, take_samples
 
 # Of the memory that is free, this share may be keys and values; forwards need the rest.
 _KV_SHARE = 0.8
+_SHORTEST, _LONGEST = 16, 512
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,8 @@ def check_range(work: WorkloadRange, model: PreTrainedModel, config: RolloutConf
     Raises:
         ConfigError: the model's context, a forward or the memory does not hold it; with the numbers.
     """
-    limits = {
-        "the model's max_position_embeddings": getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        "RolloutConfig.max_length": config.max_length,
-    }
-    for name, limit in limits.items():
-        if limit is not None and work.row_tokens > limit:
+    for name, limit in _row_limits(model, config).items():
+        if work.row_tokens > limit:
             raise ConfigError(
                 f"prompts of {work.max_length} tokens and the {work.row_tokens - work.max_length} that are measured "
                 f"behind them do not fit {name}, {limit}; lower max_length"
@@ -134,6 +131,33 @@ def check_range(work: WorkloadRange, model: PreTrainedModel, config: RolloutConf
             f"keys and values of {work.max_batch} rows of {work.row_tokens} tokens take {needed / 2**30:.2f} GiB, and "
             f"{free / 2**30:.2f} GiB of memory are free; lower max_batch or max_length"
         )
+
+
+def longest_prompt(model: PreTrainedModel, config: RolloutConfig) -> int:
+    """The longest prompt that is measured where none is named: 512 tokens, or what the model and engine allow."""
+    limits = [limit - DECODE_STEPS - 1 for limit in _row_limits(model, config).values()]
+    limits += [] if config.prefill_max_tokens is None else [config.prefill_max_tokens]
+    return max(min([_LONGEST, *limits]), 1)
+
+
+def range_of(model: PreTrainedModel, config: RolloutConfig) -> WorkloadRange:
+    """The calls that an engine of this configuration takes, as far as the memory that is free holds them."""
+    length, batch = longest_prompt(model, config), config.max_slots
+    while True:
+        work = WorkloadRange(min_length=min(_SHORTEST, length), max_length=length, max_batch=batch)
+        fits = _kv_bytes(work, model, config) <= free_bytes(model.device) * _KV_SHARE / 2
+        if fits or batch == length == 1:
+            return work
+        length, batch = (length, -(-batch // 2)) if batch > 1 else (-(-length // 2), batch)
+
+
+def _row_limits(model: PreTrainedModel, config: RolloutConfig) -> dict[str, int]:
+    """Tokens that a row may hold, by what limits them."""
+    limits = {
+        "the model's max_position_embeddings": getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        "RolloutConfig.max_length": config.max_length,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def _kv_bytes(work: WorkloadRange, model: PreTrainedModel, config: RolloutConfig) -> int:

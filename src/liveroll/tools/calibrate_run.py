@@ -31,7 +31,9 @@ class CalibrateOptions:
     Args:
         model: a checkpoint folder, the id of a model on the Hub, or `tiny`.
         out: the file to write.
-        work: the calls that the costs are to hold for.
+        min_length: tokens of the shortest prompt.
+        max_length: tokens of the longest prompt; None for 512, or what the model allows.
+        max_batch: prompts that run side by side, at most.
         repeats: how often each is timed.
         capture: whether decode steps are captured.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
@@ -39,12 +41,14 @@ class CalibrateOptions:
         overwrite: forget what an interrupted run measured.
 
     Raises:
-        ConfigError: `repeats` is not positive.
+        ConfigError: a number is not positive, or the range is empty.
     """
 
     model: str
     out: Path
-    work: WorkloadRange
+    min_length: int = 16
+    max_length: int | None = None
+    max_batch: int = 32
     repeats: int = 3
     capture: bool | Literal["auto"] = "auto"
     dtype: str = "auto"
@@ -53,6 +57,12 @@ class CalibrateOptions:
 
     def __post_init__(self) -> None:
         check_whole(self, "repeats", low=1)
+        self.range_within(self.max_length or max(self.min_length, 1))
+
+    def range_within(self, longest: int) -> WorkloadRange:
+        """The calls that the costs are to hold for, the longest prompt of so many tokens where none is given."""
+        length = longest if self.max_length is None else self.max_length
+        return WorkloadRange(min_length=self.min_length, max_length=length, max_batch=self.max_batch)
 
 
 def journal_path(out: Path) -> Path:
@@ -75,17 +85,18 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
         LiverollError: as `calibrate` raises.
     """
     config = RolloutConfig(capture=options.capture)
-    cells = plan_grid(options.work, config.prefill_max_tokens)
 
     from liveroll.model.identity import describe_origin
-    from liveroll.tools.calibrate import calibrate, check_range
+    from liveroll.tools.calibrate import calibrate, check_range, longest_prompt
     from liveroll.tools.measure import sample_id
 
     model = load_checkpoint(options.model, options.dtype, options.device).model
-    check_range(options.work, model, config)
+    work = options.range_within(longest_prompt(model, config))
+    check_range(work, model, config)
+    cells = plan_grid(work, config.prefill_max_tokens)
     fingerprint: Fingerprint = {
         "measured": asdict(describe_origin(model, config, ranks=1)),
-        "range": asdict(options.work),
+        "range": asdict(work),
         "repeats": options.repeats,
     }
     places = [(repeat, cell) for repeat in range(options.repeats) for cell in cells]
@@ -101,7 +112,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
             journal.write({"index": indexes[sample.id], "id": sample.id, **times})
             bar.advance(sample.cell)
 
-        calibration = calibrate(model, options.work, config, repeats=options.repeats, known=known, keep=keep)
+        calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
         write_costs(options.out, calibration.file)
     path.unlink()
     meta_path(path).unlink()
