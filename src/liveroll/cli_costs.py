@@ -51,3 +51,47 @@ def calibrate(
         raise typer.Exit(130) from None
     show_calibration(calibration, Console())
     typer.echo(f"written to {out}")
+
+
+def sweep(
+    model: Annotated[str, _MODEL],
+    costs: Annotated[Path, typer.Option(help="File of costs, as calibrate writes it.")],
+    out: Annotated[Path, typer.Option(help="File to write what was found to.")],
+    workloads: Annotated[str, typer.Option(help="seed, or a file of JSON lines with name and lengths.")] = "seed",
+    new_tokens: Annotated[str, typer.Option(help="Tokens to generate, such as 2,16,128.")] = "2,16",
+    repeats: Annotated[int, typer.Option(help="How often each route is timed.")] = 5,
+    slots: Annotated[int | None, typer.Option(help="Rows side by side; as the largest workload needs.")] = None,
+    check: Annotated[int | None, typer.Option(help="Prompts of each workload to check; 0 for none, else all.")] = None,
+    check_tokens: Annotated[int | None, typer.Option(help="First tokens of each to check; else all.")] = None,
+    capture: Annotated[bool | None, _CAPTURE] = None,
+    dtype: Annotated[str, _DTYPE] = "auto",
+    device: Annotated[str, _DEVICE] = "auto",
+) -> None:
+    """Compare every route and auto on workloads, and check their tokens."""
+    from liveroll.tools.sweep_run import SweepOptions, run_sweep, show_sweep
+
+    options = SweepOptions(
+        model=model,
+        costs=costs,
+        workloads=workloads,
+        new_tokens=new_tokens,
+        out=out,
+        repeats=repeats,
+        slots=slots,
+        check=check,
+        check_tokens=check_tokens,
+        capture="auto" if capture is None else capture,
+        dtype=dtype,
+        device=device,
+    )
+    progress = Console(stderr=True)
+    try:
+        result = run_sweep(options, progress)
+    except KeyboardInterrupt:
+        progress.print("interrupted; nothing was written")
+        raise typer.Exit(130) from None
+    show_sweep(result, Console(width=max(Console().width, 160)))
+    typer.echo(f"written to {out}")
+    if result.origin["dtype"] == "float32" and not result.agrees:
+        progress.print("tokens differ from those of each prompt alone", style="bold red")
+        raise typer.Exit(1)
