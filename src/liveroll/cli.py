@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from liveroll.cli_costs import calibrate, sweep
+from liveroll.cli_costs import calibrate, report, sweep
 from liveroll.errors import LiverollError
 from liveroll.sampling_config import SamplingConfig
 
@@ -155,6 +155,7 @@ def plan(
 
 app.command()(calibrate)
 app.command()(sweep)
+app.command()(report)
 
 
 @app.command()

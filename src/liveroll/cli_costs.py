@@ -95,3 +95,15 @@ def sweep(
     if result.origin["dtype"] == "float32" and not result.agrees:
         progress.print("tokens differ from those of each prompt alone", style="bold red")
         raise typer.Exit(1)
+
+
+def report(
+    found: Annotated[Path, typer.Argument(help="File that sweep wrote.", metavar="SWEEP")],
+    out: Annotated[Path, typer.Option(help="Page to write; its charts go beside it.")] = Path("report.html"),
+) -> None:
+    """Show a sweep as one HTML page and as charts."""
+    from liveroll.tools.sweep_report import write_report
+    from liveroll.tools.sweep_result import read_sweep
+
+    for path in write_report(read_sweep(found), out):
+        typer.echo(str(path))
