@@ -28,7 +28,7 @@ from liveroll.tools.sweep_result import write_sweep
 from liveroll.tools.sweep_run import SweepOptions, show_sweep, sweep_model
 from liveroll.tools.workloads import read_workloads
 
-RANGE = WorkloadRange(min_length=1, max_length=512, max_batch=32)
+RANGE = WorkloadRange(min_length=16, max_length=512, max_batch=32)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import CostsFile
 from liveroll.planning.fit import Measurement, fit_costs, predict_ms
 from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.routes import ROUTES
 from liveroll.tools.grid import DECODE_STEPS, WorkloadRange, plan_grid
 from liveroll.tools.measure import Sample, Stopwatch, read_off, take_samples
 
@@ -179,6 +180,7 @@ def _measuring(config: RolloutConfig, work: WorkloadRange) -> RolloutConfig:
         kv_bytes=None,
         kv_fraction=None,
         prefill_route="packed",
+        auto_routes=ROUTES,
         costs=None,
         fallback="error",
         progress=False,
