@@ -94,8 +94,9 @@ def draw_costs(sweep: SweepResult) -> Figure:
         )
     left.set_title("Calibration: one forward, or one decode step", fontsize=10, loc="left")
     right.set_title("Sweep: whole calls of the manual routes", fontsize=10, loc="left")
-    for panel in (left, right):
-        _compare_equal(panel)
+    _compare_equal(left, [point[name] for point in sweep.points for name in ("ms", "predicted_ms")])
+    calls = [case.results[route] for case in sweep.cases for route in MANUAL]
+    _compare_equal(right, [ms for call in calls for ms in (call.median_ms, call.predicted_ms)])
     return figure
 
 
@@ -172,12 +173,11 @@ def _label_buckets(panel: Axes, shapes: Sequence[tuple[int, int]], total: int, t
     panel.set_ylim(0, 1.28 * tallest)
 
 
-def _compare_equal(panel: Axes) -> None:
-    """Logarithmic axes of one range, the diagonal, and a tenth to either side of it."""
+def _compare_equal(panel: Axes, values: Sequence[float]) -> None:
+    """Logarithmic axes of one range that holds the values, the diagonal, and a tenth to either side of it."""
     panel.set_xscale("log")
     panel.set_yscale("log")
-    low = min(panel.get_xlim()[0], panel.get_ylim()[0])
-    high = max(panel.get_xlim()[1], panel.get_ylim()[1])
+    low, high = min(values, default=1.0) / 1.4, max(values, default=1.0) * 1.4
     ends = [low, high]
     below, above = [0.9 * end for end in ends], [1.1 * end for end in ends]
     panel.fill_between(ends, below, above, color=PALE, linewidth=0, label="within 10%", zorder=-1)
