@@ -1,7 +1,7 @@
 """What routes cost, measured and fitted, and how near `auto` comes to the best of them.
 
-    python benchmarks/routes.py [--out FOLDER] [--model 3B|8B|tiny] [--eager|--captured] [--new-tokens 2,16,128]
-                                [--repeats N] [--workloads FILE]
+    python benchmarks/routes.py [--out FOLDER] [--model 3B|8B|tiny] [--eager|--captured] [--compile]
+                                [--new-tokens 2,16,128] [--repeats N] [--workloads FILE]
 
 Calibrates on uniform calls, then runs the six built-in workloads by every route and by `auto`, interleaved. Writes the
 costs, the sweep, which `liveroll report` shows, and a summary.
@@ -38,6 +38,7 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--captured", dest="capture", action="store_true", default=True)
     mode.add_argument("--eager", dest="capture", action="store_false")
+    parser.add_argument("--compile", action="store_true", help="decode steps through torch.compile")
     parser.add_argument("--new-tokens", default="2,16,128")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", default="seed")
@@ -52,10 +53,11 @@ def main() -> None:
         model = build(arguments.model, torch.bfloat16, "cuda")
 
     name = f"routes-{arguments.model}-{'captured' if arguments.capture else 'eager'}"
+    name += "-compiled" if arguments.compile else ""
     arguments.out.mkdir(parents=True, exist_ok=True)
     costs_path, sweep_path = arguments.out / f"{name}-costs.json", arguments.out / f"{name}-sweep.json"
     console = Console(width=170)
-    calibration = calibrate(model, RANGE, RolloutConfig(capture=arguments.capture))
+    calibration = calibrate(model, RANGE, RolloutConfig(capture=arguments.capture, compile=arguments.compile))
     show_calibration(calibration, console)
     write_costs(costs_path, calibration.file)
 
@@ -70,6 +72,7 @@ def main() -> None:
         check=arguments.check,
         check_tokens=arguments.check_tokens,
         capture=arguments.capture,
+        compile=arguments.compile,
     )
     found = sweep_model(model, read_workloads(arguments.workloads), calibration.file, options, Console(stderr=True))
     write_sweep(sweep_path, found)

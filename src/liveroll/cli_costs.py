@@ -12,6 +12,7 @@ _MODEL = typer.Option(help="Checkpoint folder, id of a model on the Hub, or tiny
 _DTYPE = typer.Option(help="auto, float32, bfloat16 or float16.")
 _DEVICE = typer.Option(help="auto, or a torch device such as cuda:1.")
 _CAPTURE = typer.Option("--capture/--no-capture", help="Whether decode steps are captured; where they can be.")
+_COMPILE = typer.Option("--compile/--no-compile", help="Whether they go through torch.compile.")
 
 
 def calibrate(
@@ -24,6 +25,7 @@ def calibrate(
     max_batch: Annotated[int, typer.Option(help="Prompts that run side by side, at most.")] = 32,
     repeats: Annotated[int, typer.Option(help="How often each call is timed.")] = 3,
     capture: Annotated[bool | None, _CAPTURE] = None,
+    compile_steps: Annotated[bool, _COMPILE] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     device: Annotated[str, _DEVICE] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what an interrupted run measured.")] = False,
@@ -39,6 +41,7 @@ def calibrate(
         max_batch=max_batch,
         repeats=repeats,
         capture="auto" if capture is None else capture,
+        compile=compile_steps,
         dtype=dtype,
         device=device,
         overwrite=overwrite,
@@ -64,6 +67,7 @@ def sweep(
     check: Annotated[int | None, typer.Option(help="Prompts of each workload to check; 0 for none, else all.")] = None,
     check_tokens: Annotated[int | None, typer.Option(help="First tokens of each to check; else all.")] = None,
     capture: Annotated[bool | None, _CAPTURE] = None,
+    compile_steps: Annotated[bool, _COMPILE] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     device: Annotated[str, _DEVICE] = "auto",
 ) -> None:
@@ -81,6 +85,7 @@ def sweep(
         check=check,
         check_tokens=check_tokens,
         capture="auto" if capture is None else capture,
+        compile=compile_steps,
         dtype=dtype,
         device=device,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call
 from liveroll.config import RolloutConfig
-from liveroll.errors import ConfigError
+from liveroll.errors import ConfigError, UnsupportedModelError
 from liveroll.model.identity import describe_origin
 from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import check_origin, read_costs
@@ -52,7 +53,9 @@ class Router:
         if not self._settled:
             from liveroll.tools.costs_cache import find_or_measure
 
-            self.costs = find_or_measure(self._model, self._config)
+            # A model that the engine cannot run is refused by the call itself, which may fall back.
+            with suppress(UnsupportedModelError):
+                self.costs = find_or_measure(self._model, self._config)
             self._settled = True
 
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:

@@ -10,11 +10,13 @@ import pytest
 import torch
 import zoo
 from snapshots import left_as_found
+from torch import nn
 
-from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig, UnsupportedModelError
 from liveroll.model.identity import describe_origin
 from liveroll.planning.costs_file import read_costs, write_costs
 from liveroll.planning.fit import COEFFICIENTS
+from liveroll.routing import Router
 from liveroll.tools import costs_cache
 from liveroll.tools.calibrate import calibrate, longest_prompt, range_of
 from liveroll.tools.grid import DECODE_STEPS, WorkloadRange
@@ -181,6 +183,54 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, small, caplog
         engine.generate(PROMPTS, SAMPLED)
     assert "cannot keep the costs" in caplog.text
     assert engine.costs != RolloutEngine(MODEL).costs
+
+
+def test_forwards_that_memory_does_not_hold(folder, small, monkeypatch):
+    """Guards against a rollout that fails for lack of the memory that measuring would take."""
+    most = []
+    measure = costs_cache.calibrate
+
+    def tight(model, work, *arguments, **settings):
+        most.append(work.max_batch)
+        if work.max_batch > 1:
+            raise ConfigError("too much") from torch.OutOfMemoryError()
+        return measure(model, work, *arguments, **settings)
+
+    monkeypatch.setattr(costs_cache, "calibrate", tight)
+    engine = RolloutEngine(MODEL, config=RolloutConfig(prefill_route="auto", costs="auto"))
+    engine.generate(PROMPTS, SAMPLED)
+    assert most == [2, 1]
+    assert engine.costs != RolloutEngine(MODEL).costs
+
+
+class OtherAttention(nn.Module):
+    """Attention that ignores transformers' interface."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, **kwargs):
+        return self.inner.o_proj(self.inner.q_proj(hidden_states)), None
+
+
+def test_a_model_that_falls_back(folder):
+    """Guards against a fallback that is refused, because what will not run could not be measured."""
+    model = zoo.build("llama")
+    model.model.layers[1].self_attn = OtherAttention(model.model.layers[1].self_attn)
+    settings = {"prefill_route": "auto", "costs": "auto"}
+    batch = RolloutEngine(model, config=RolloutConfig(fallback="generate", **settings)).generate(PROMPTS, SAMPLED)
+    assert "do not attend" in batch.stats.fallback_reason
+    with pytest.raises(UnsupportedModelError, match="do not attend"):
+        RolloutEngine(model, config=RolloutConfig(**settings)).generate(PROMPTS, SAMPLED)
+    assert not folder.exists()
+
+
+def test_ranks_that_share_a_model_measure_nothing():
+    """Guards against ranks that plan by different costs, and wait for one another forever."""
+    with pytest.raises(ConfigError, match="measured by each rank for itself"):
+        Router(MODEL, RolloutConfig(prefill_route="auto", costs="auto"), ranks=2)
+    Router(MODEL, RolloutConfig(prefill_route="auto"), ranks=2)
 
 
 def test_where_costs_are_kept(monkeypatch, tmp_path):

@@ -36,6 +36,7 @@ class CalibrateOptions:
         max_batch: prompts that run side by side, at most.
         repeats: how often each is timed.
         capture: whether decode steps are captured.
+        compile: whether they are compiled.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one) or a torch device such as `cuda:1`.
         overwrite: forget what an interrupted run measured.
@@ -51,6 +52,7 @@ class CalibrateOptions:
     max_batch: int = 32
     repeats: int = 3
     capture: bool | Literal["auto"] = "auto"
+    compile: bool = False
     dtype: str = "auto"
     device: str = "auto"
     overwrite: bool = False
@@ -84,7 +86,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
             are of something else.
         LiverollError: as `calibrate` raises.
     """
-    config = RolloutConfig(capture=options.capture)
+    config = RolloutConfig(capture=options.capture, compile=options.compile)
 
     from liveroll.model.identity import describe_origin
     from liveroll.tools.calibrate import calibrate, check_range, longest_prompt

@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from liveroll.config import RolloutConfig
@@ -16,7 +17,7 @@ from liveroll.errors import ConfigError
 from liveroll.model.identity import describe_origin
 from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import CostsOrigin, read_costs, write_costs
-from liveroll.tools.calibrate import calibrate, longest_prompt, range_of
+from liveroll.tools.calibrate import Calibration, calibrate, longest_prompt, range_of
 
 logger = logging.getLogger("liveroll")
 
@@ -43,7 +44,7 @@ def find_or_measure(model: PreTrainedModel, config: RolloutConfig) -> CostModel:
     except ConfigError as error:
         logger.debug("%s", error)
     logger.info("measuring what routes cost for %s", type(model).__name__)
-    measured = calibrate(model, range_of(model, config), config, seconds=_SECONDS)
+    measured = _measure(model, config)
     logger.info("measured in %.1f s", measured.seconds)
     try:
         write_costs(path, measured.file)
@@ -59,6 +60,18 @@ def cache_folder() -> Path:
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (named if named.is_absolute() else Path.home() / ".cache") / "liveroll" / "costs"
+
+
+def _measure(model: PreTrainedModel, config: RolloutConfig) -> Calibration:
+    """Calibrate over the calls that the engine takes, or over as large a part of them as forwards have memory for."""
+    work = range_of(model, config)
+    while True:
+        try:
+            return calibrate(model, work, config, seconds=_SECONDS)
+        except ConfigError as error:
+            if work.max_batch == 1 or not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+        work = replace(work, max_batch=-(-work.max_batch // 2))
 
 
 def _name_of(origin: CostsOrigin, longest: int, config: RolloutConfig) -> str:

@@ -36,6 +36,7 @@ class SweepOptions:
         check: prompts of each workload whose tokens are checked; None for all.
         check_tokens: first tokens of each that are checked; None for all.
         capture: whether decode steps are captured.
+        compile: whether they are compiled.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one) or a torch device such as `cuda:1`.
 
@@ -53,6 +54,7 @@ class SweepOptions:
     check: int | None = None
     check_tokens: int | None = None
     capture: bool | Literal["auto"] = "auto"
+    compile: bool = False
     dtype: str = "auto"
     device: str = "auto"
 
@@ -119,7 +121,7 @@ def sweep_model(
             workloads,
             options.budgets,
             options.costs,
-            config=RolloutConfig(max_slots=slots, capture=options.capture),
+            config=RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile),
             repeats=options.repeats,
             reference=checking,
             tick=tick,
@@ -131,6 +133,7 @@ def sweep_model(
         "checked_prompts": options.check,
         "checked_tokens": options.check_tokens,
         "capture": options.capture,
+        "compile": options.compile,
     }
     origin = asdict(costs.origin)
     return SweepResult(origin, asdict(costs.coefficients), list(costs.points), settings, cases)
