@@ -18,6 +18,7 @@ SECTIONS = {
         "types",
         ("RolloutRequest", "RolloutBatch", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
     ),
+    "Profiles": ("profile", ("RolloutProfile",)),
     "Costs": ("planning/costs", ("CostModel",)),
     "Geometry": ("planning/geometry", ("ModelGeometry",)),
     "Buckets": ("planning/buckets", ("plan_buckets", "Bucket")),

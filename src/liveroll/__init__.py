@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from liveroll.planning.costs import CostModel
     from liveroll.planning.geometry import ModelGeometry
     from liveroll.planning.routes import RouteCandidate, RoutePlan
+    from liveroll.profile import RolloutProfile
     from liveroll.sampling_config import SamplingConfig
     from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
 
@@ -39,6 +40,7 @@ _HOMES = {
     "ResolvedSampling": "types",
     "RolloutBatch": "types",
     "RolloutMemory": "types",
+    "RolloutProfile": "profile",
     "RolloutRequest": "types",
     "RolloutStats": "types",
     "Bucket": "planning.buckets",
@@ -79,6 +81,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutEngine",
     "RolloutMemory",
+    "RolloutProfile",
     "RolloutRequest",
     "RolloutStats",
     "RouteCandidate",

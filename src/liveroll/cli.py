@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from liveroll.cli_costs import calibrate, report, sweep
 from liveroll.errors import LiverollError
 from liveroll.sampling_config import SamplingConfig
 
@@ -150,6 +151,11 @@ def plan(
         typer.echo(json.dumps(describe_plan(made)))
     else:
         show_plan(made, Console())
+
+
+app.command()(calibrate)
+app.command()(sweep)
+app.command()(report)
 
 
 @app.command()

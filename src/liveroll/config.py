@@ -43,7 +43,8 @@ class RolloutConfig:
         auto_routes: the routes that `auto` may take. `ordinary` is taken only by calls that fit it whole, so there
             must be another.
         costs: what forwards and decode steps take: a `CostModel`, a file of costs measured with this model and
-            device, or None for the defaults of `CostModel`.
+            device, or None for the defaults of `CostModel`. `auto` measures them before the first call that goes by
+            them, which takes some seconds on a GPU, and keeps them in the user's cache folder for later engines.
         prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit. Where
             `costs` are given, the smaller of this and their `max_tokens` holds.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;
@@ -63,6 +64,7 @@ class RolloutConfig:
         sample_padded_vocabulary: whether ids that the engine's tokenizer does not know may be sampled. Models often
             have more rows in their embedding than their tokenizer has tokens, and `model.generate` may choose one.
         progress: show a progress bar of finished completions.
+        profile: say in the stats where the time of a call went.
 
     Raises:
         ConfigError: a value is out of range or two settings exclude each other.
@@ -87,6 +89,7 @@ class RolloutConfig:
     seed: int = 0
     sample_padded_vocabulary: bool = False
     progress: bool = False
+    profile: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self, "max_slots", low=1)
@@ -97,10 +100,10 @@ class RolloutConfig:
         check_whole(self, "page_size", low=1)
         check_choice(self, "prefill_route", get_args(PrefillRoute))
         _check_auto_routes(self)
-        if isinstance(self.costs, str) and self.costs:
+        if isinstance(self.costs, str) and self.costs not in ("", "auto"):
             object.__setattr__(self, "costs", Path(self.costs))
-        if self.costs is not None and not isinstance(self.costs, CostModel | Path):
-            raise ConfigError(f"RolloutConfig.costs must be a CostModel, a path or None, not {self.costs!r}")
+        if self.costs not in (None, "auto") and not isinstance(self.costs, CostModel | Path):
+            raise ConfigError(f'RolloutConfig.costs must be a CostModel, a path, "auto" or None, not {self.costs!r}')
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
@@ -112,6 +115,7 @@ class RolloutConfig:
         check_whole(self, "seed", low=0)
         check_flag(self, "sample_padded_vocabulary")
         check_flag(self, "progress")
+        check_flag(self, "profile")
         given = [name for name in ("kv_tokens", "kv_bytes", "kv_fraction") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} all set the KV memory; give one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from liveroll.model.capability import check_model
 from liveroll.model.guard import ModelGuard
 from liveroll.model.unwrap import unwrap
 from liveroll.ordinary import run_ordinary
+from liveroll.planning.costs import CostModel
 from liveroll.planning.routes import RoutePlan
 from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
@@ -32,6 +34,7 @@ from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
+from liveroll.timeline import RecordedTimeline, Timeline
 from liveroll.types import RolloutBatch, RolloutMemory
 
 
@@ -72,12 +75,10 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
-        self.costs = router.costs
-        """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
-        self._intake = Intake(self._model, self.tokenizer, self.config, self.costs.max_tokens)
+        self._router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
+        self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
         self._decoder = Decoder(self._model, self.config, tp_group)
-        self._stage = Stage(self._model, self.config, self._guard, self._decoder, router)
+        self._stage = Stage(self._model, self.config, self._guard, self._decoder, self._router)
         self._claim: object = None
 
     def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
@@ -97,22 +98,28 @@ class RolloutEngine:
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
-        stats = StatsRecorder()
         with self._exclusive():
+            self._settle_costs()
+            timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
+            stats = StatsRecorder(timeline, self.config.max_slots)
             batch, settings = self._intake.read(prompts, sampling)
             try:
                 if self._refusal is not None:
                     raise self._refusal
                 call = self._intake.open(batch, settings)
+                timeline.enter("planning")
                 ordinary = self._stage.takes_ordinary(call)
+                timeline.enter("intake")
                 with (
                     self._rollout_mode(ordinary),
                     completion_progress(len(call.requests), self.config.progress) as tick,
                 ):
                     for finished in self._steps(call, ordinary, stats):
                         tick(finished)
+                    timeline.enter("postprocessing")
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
                 self._allow_fallback(refusal)
+                timeline.enter("decode")
                 with self._guard.rollout():
                     call = run_fallback(
                         self._model,
@@ -122,9 +129,10 @@ class RolloutEngine:
                         self.tokenizer,
                         self._intake.vocabulary.sampled_size,
                     )
+                timeline.enter("postprocessing")
                 stats.record_fallback(str(refusal))
-            result = stats.finish(len(batch.prompts), call.requests, self._decoder.kv_bytes)
-            return make_batch(call.requests, batch, call.sampling, result, self.tokenizer, self._model.device)
+            finish = partial(stats.finish, len(batch.prompts), call.requests, self._decoder.kv_bytes)
+            return make_batch(call.requests, batch, call.sampling, finish, self.tokenizer, self._model.device)
 
     def stream(self, prompts: Prompts, sampling: Sampling | None = None) -> Iterator[Completion]:
         """Generate for prompts and yield each completion as it finishes.
@@ -144,9 +152,10 @@ class RolloutEngine:
         with self._exclusive() as claim:
             if self._refusal is not None:
                 raise self._refusal
+            self._settle_costs()
             call = self._intake.open(*self._intake.read(prompts, sampling))
             ordinary = self._stage.takes_ordinary(call)
-            steps = self._steps(call, ordinary, StatsRecorder())
+            steps = self._steps(call, ordinary, StatsRecorder(Timeline(), self.config.max_slots))
             while True:
                 with self._rollout_mode(ordinary):
                     finished = next(steps, None)
@@ -175,6 +184,11 @@ class RolloutEngine:
             if self._refusal is not None:
                 raise self._refusal
             return self._stage.plan(self._intake.draft(*self._intake.read(prompts, sampling)))
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
+        return self._router.costs
 
     @property
     def captures(self) -> int:
@@ -249,21 +263,30 @@ class RolloutEngine:
             yield from self._ordinary_chunks(call, stats)
             return
         scheduler, runner = self._stage.set_up(call, stats)
+        stats.timeline.enter("scheduling")
         while (plan := scheduler.plan()) is not None:
             waiting = isinstance(plan, Wait)
             if not isinstance(plan, Wait):
                 runner.launch(plan)
             for done, result in runner.collect(everything=waiting):
+                stats.timeline.enter("scheduling")
                 yield scheduler.commit(done, result)
+            stats.timeline.enter("scheduling")
 
     def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
         variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         search = None if call.stop_strings is None else call.stop_strings.search
         for start in range(0, len(call.requests), self.config.max_slots):
             chunk = list(call.requests[start : start + self.config.max_slots])
-            counts = run_ordinary(self._model, chunk, variant, search, wanted=wanted, sampled_size=call.sampled_size)
+            counts = run_ordinary(
+                self._model, chunk, variant, search, stats.timeline, wanted=wanted, sampled_size=call.sampled_size
+            )
             stats.record_chunk(counts)
             yield chunk
+
+    def _settle_costs(self) -> None:
+        if self._refusal is None:
+            self._router.settle()
 
     @contextmanager
     def _rollout_mode(self, ordinary: bool) -> Iterator[None]:

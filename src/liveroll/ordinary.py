@@ -28,6 +28,7 @@ from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.scheduler import StopSearch
+from liveroll.timeline import Timeline
 
 
 @dataclass
@@ -63,14 +64,24 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Ends a row when its budget is spent, or at a stop token or string."""
 
     def __init__(
-        self, state: RowState, sampling: _Sampling, requests: Sequence[Request], search: StopSearch | None
+        self,
+        state: RowState,
+        sampling: _Sampling,
+        requests: Sequence[Request],
+        search: StopSearch | None,
+        timeline: Timeline,
     ) -> None:
         self._state = state
+        self._timeline = timeline
         self._sampling = sampling
         self._search = search
         self._watched = [(row, r) for row, r in enumerate(requests) if r.sampling.stop]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if len(self._sampling.reports) == 1:
+            self._timeline.launched()
+            self._timeline.wait()
+            self._timeline.launch("decode")
         if self._watched and self._search is not None:
             reports = torch.stack([report[:2] for report in self._sampling.reports], dim=1).cpu().numpy()
             tokens, outcomes = reports.astype(np.int64)
@@ -87,6 +98,7 @@ def run_ordinary(
     requests: Sequence[Request],
     variant: Variant,
     search: StopSearch | None,
+    timeline: Timeline,
     *,
     wanted: Wanted = NOTHING,
     sampled_size: int | None = None,
@@ -98,9 +110,11 @@ def run_ordinary(
         requests: at most as many as fit one batch.
         variant: how much of sampling to run.
         search: finds stop strings.
+        timeline: of the call.
         wanted: what to tell of each token besides its log-probability.
         sampled_size: ids below this may be sampled; all of them if None.
     """
+    timeline.enter("cache")
     device = model.device
     width = max(len(request.prompt) for request in requests)
     ids = np.full((len(requests), width), requests[0].sampling.pad_token_id, np.int64)
@@ -135,14 +149,17 @@ def run_ordinary(
         first_forbidden_tokens=(),
         stop_token_ids=(),
     )
+    timeline.launch("prefill")
     with prepared_for_generate(model, to_generation_config(bare)):
         model.generate(
             torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
             logits_processor=LogitsProcessorList([sampling]),
-            stopping_criteria=StoppingCriteriaList([_Ended(state, sampling, requests, search)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(state, sampling, requests, search, timeline)]),
         )
+    timeline.launched()
     reports = torch.stack(sampling.reports, dim=1).cpu().numpy()
+    timeline.enter("postprocessing")
     _finish(requests, reports, wanted)
     return OrdinaryCounts(ids.size, int(ids.size - mask.sum()), reports.shape[1] - 1)
 

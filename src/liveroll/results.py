@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,14 @@ def make_batch(
     requests: Sequence[Request],
     prompts: PromptBatch,
     sampling: Sequence[ResolvedSampling],
-    stats: RolloutStats,
+    finish: Callable[[], RolloutStats],
     tokenizer: Any,
     device: torch.device,
 ) -> RolloutBatch:
-    """The batch of finished requests, tensors on `device`."""
+    """The batch of finished requests, tensors on `device`.
+
+    `finish` gives the statistics. It is called last, since making the batch is part of what they time.
+    """
     start, width = prompts.width, max(len(request.tokens) for request in requests)
     source = np.array([request.prompt_index for request in requests])
     both = np.zeros((2, len(requests), start + width), np.int64)
@@ -57,6 +60,8 @@ def make_batch(
         ids[request.row, start:end], ids[request.row, end:] = request.tokens, request.sampling.pad_token_id
         mask[request.row, start:end] = 1
     completions = tuple(make_completion(request, tokenizer) for request in requests)
+    logprobs = _padded([completion.logprobs for completion in completions], width, device)
+    raw_logprobs = _padded([completion.raw_logprobs for completion in completions], width, device)
     input_ids, attention_mask = torch.from_numpy(both).to(device)
     return RolloutBatch(
         completions=completions,
@@ -64,9 +69,9 @@ def make_batch(
         attention_mask=attention_mask,
         response_start_idx=start,
         sampling=tuple(sampling),
-        stats=stats,
-        response_logprobs=_padded([completion.logprobs for completion in completions], width, device),
-        response_raw_logprobs=_padded([completion.raw_logprobs for completion in completions], width, device),
+        response_logprobs=logprobs,
+        response_raw_logprobs=raw_logprobs,
+        stats=finish(),
     )
 
 

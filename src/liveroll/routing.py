@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call
 from liveroll.config import RolloutConfig
+from liveroll.errors import ConfigError, UnsupportedModelError
 from liveroll.model.identity import describe_origin
 from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import check_origin, read_costs
@@ -27,14 +29,34 @@ class Router:
         ranks: processes that hold shards of the model.
 
     Raises:
-        ConfigError: the file of costs cannot be used, or was measured with something else.
+        ConfigError: the file of costs cannot be used, or was measured with something else; or costs are to be measured
+            and several ranks hold the model, each of which would measure others.
     """
 
     def __init__(self, model: PreTrainedModel, config: RolloutConfig, ranks: int) -> None:
         self._model = model
         self._config = config
+        if config.costs == "auto" and ranks > 1:
+            raise ConfigError(
+                'costs="auto" would be measured by each rank for itself, and ranks that hold one model must plan '
+                "alike; measure them with `liveroll calibrate` and give every rank the file"
+            )
         self.costs = _find_costs(model, config, ranks)
         """The coefficients, with the token limit that holds."""
+        self._settled = config.costs != "auto" or config.prefill_route not in ("auto", "bucketed")
+
+    def settle(self) -> None:
+        """Measure the costs, or find them measured, where the configuration leaves that to the first call.
+
+        The model must not be in rollout mode yet.
+        """
+        if not self._settled:
+            from liveroll.tools.costs_cache import find_or_measure
+
+            # A model that the engine cannot run is refused by the call itself, which may fall back.
+            with suppress(UnsupportedModelError):
+                self.costs = find_or_measure(self._model, self._config)
+            self._settled = True
 
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""
@@ -88,7 +110,7 @@ class Router:
 
 def _find_costs(model: PreTrainedModel, config: RolloutConfig, ranks: int) -> CostModel:
     costs = config.costs
-    if costs is None:
+    if costs is None or costs == "auto":
         return CostModel(max_tokens=config.prefill_max_tokens)
     if isinstance(costs, Path | str):
         path = Path(costs)

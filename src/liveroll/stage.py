@@ -59,6 +59,7 @@ class Stage:
             CaptureError: the step must be captured, and cannot be.
             CompileError: the model must be compiled, and cannot be.
         """
+        stats.timeline.enter("cache")
         shape, dtype = self._probe()
         variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         self._decoder.prepare(
@@ -92,6 +93,7 @@ class Stage:
             planner=self._router.planner(self._counted_geometry()),
             run_ahead=ahead,
             wanted=wanted,
+            timeline=stats.timeline,
         )
         stats.watch(scheduler, allocator, runner, self._decoder)
         return scheduler, runner

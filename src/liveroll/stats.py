@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.ordinary import OrdinaryCounts
+from liveroll.profile import RolloutProfile
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.request import Request
 from liveroll.scheduling.scheduler import Scheduler
+from liveroll.timeline import RecordedTimeline, Timeline
 from liveroll.types import RolloutStats
 
 
 class StatsRecorder:
-    """Collects what a call did, from its beginning to `finish`."""
+    """Collects what a call did, from its beginning to `finish`.
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
+    Args:
+        timeline: of the call; a recorded one makes a profile.
+        max_slots: rows that a decode step can have.
+    """
+
+    def __init__(self, timeline: Timeline, max_slots: int) -> None:
+        self.timeline = timeline
+        self._max_slots = max_slots
         self._fallback_reason: str | None = None
         self._sources: tuple[Scheduler, PageAllocator, StepRunner, Decoder] | None = None
         self._before = (0, 0)
@@ -43,6 +50,8 @@ class StatsRecorder:
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
+        new_tokens = sum(len(request.tokens) for request in requests)
+        first_tokens = len(requests)
         shared = preemptions = peak = captures = replays = 0
         eager_reason = uncompiled_reason = None
         if self._sources is not None:
@@ -54,12 +63,15 @@ class StatsRecorder:
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
             eager_reason, uncompiled_reason = decoder.eager_reason, decoder.forward.uncompiled_reason
+            first_tokens = runner.prefilled_rows
+        forwards = sum(routes.values())
+        seconds = self.timeline.finish()
         return RolloutStats(
             route="generate" if self._fallback_reason is not None else next(iter(routes)),
             fallback_reason=self._fallback_reason,
             prompts=prompts,
-            new_tokens=sum(len(request.tokens) for request in requests),
-            prefill_forwards=sum(routes.values()),
+            new_tokens=new_tokens,
+            prefill_forwards=forwards,
             prefill_routes=routes,
             prefill_tokens=tokens,
             padded_tokens=padded,
@@ -72,5 +84,29 @@ class StatsRecorder:
             replays=replays,
             eager_reason=eager_reason,
             uncompiled_reason=uncompiled_reason,
-            seconds=time.perf_counter() - self._started,
+            seconds=seconds,
+            profile=self._profile(forwards, steps, new_tokens, new_tokens - first_tokens),
+        )
+
+    def _profile(self, forwards: int, steps: int, new_tokens: int, decoded: int) -> RolloutProfile | None:
+        timeline = self.timeline
+        if not isinstance(timeline, RecordedTimeline):
+            return None
+        ms = {part: seconds * 1e3 for part, seconds in timeline.seconds.items()}
+        return RolloutProfile(
+            intake_ms=ms["intake"],
+            planning_ms=ms["planning"],
+            scheduling_ms=ms["scheduling"],
+            cache_ms=ms["cache"],
+            capture_ms=ms["capture"],
+            prefill_ms=ms["prefill"],
+            decode_ms=ms["decode"],
+            postprocessing_ms=ms["postprocessing"],
+            prefill_device_ms=timeline.device_ms("prefill"),
+            decode_device_ms=timeline.device_ms("decode"),
+            prefill_forwards=forwards,
+            decode_forwards=steps,
+            productive_tokens=new_tokens,
+            active_capacity=decoded if steps else 0,
+            configured_capacity=self._max_slots * steps,
         )

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from liveroll.completion import Completion
+    from liveroll.profile import RolloutProfile
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class RolloutStats:
         eager_reason: why decode steps were not captured, or None.
         uncompiled_reason: why they were not compiled although they should be, or None.
         seconds: wall time of the call.
+        profile: where the time went; None unless `RolloutConfig.profile` is set.
     """
 
     route: str
@@ -107,6 +109,7 @@ class RolloutStats:
     uncompiled_reason: str | None = None
     fallback_reason: str | None = None
     prefill_routes: dict[str, int] = field(default_factory=dict, hash=False)
+    profile: RolloutProfile | None = None
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,24 @@ def test_packed_layout():
     assert layout.longest == 3
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20))
+def test_groups_of_like_lengths(lengths):
+    """Guards against tokens lost or taken twice, and against short sequences padded to a long one in attention."""
+    layout = PackedLayout.of(lengths, CPU)
+    rows, columns = layout.row.tolist(), layout.column.tolist()
+    seen = []
+    for group in layout.groups:
+        taken = list(zip(group.token.tolist(), group.row.tolist(), group.column.tolist(), strict=True))
+        members = sorted({rows[token] for token, _, _ in taken})
+        assert group.rows == len(members)
+        assert group.width == max(lengths[member] for member in members)
+        assert [(members[row], column) for _, row, column in taken] == [(rows[t], columns[t]) for t, _, _ in taken]
+        seen += [token for token, _, _ in taken]
+    assert sorted(seen) == list(range(sum(lengths)))
+    padded = sum(group.rows * group.width**2 for group in layout.groups)
+    assert padded <= 2.05 * sum(length**2 for length in lengths)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [SHAPES["grouped"], SHAPES["all"]], ids=["grouped", "all"])
 def test_low_precision(shape, dtype):

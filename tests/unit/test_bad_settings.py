@@ -36,6 +36,7 @@ BAD_ROLLOUT = {
     "seed": [-1, None, *NOT_WHOLE],
     "sample_padded_vocabulary": [0, 1, None, "yes"],
     "progress": [0, 1, None, "yes"],
+    "profile": [0, 1, None, "yes"],
 }
 BAD_SAMPLING = {
     "max_new_tokens": [0, -1, *NOT_WHOLE],

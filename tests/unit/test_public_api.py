@@ -36,6 +36,7 @@ PUBLIC = {
     "RolloutConfig",
     "RolloutEngine",
     "RolloutMemory",
+    "RolloutProfile",
     "RolloutRequest",
     "RolloutStats",
     "RouteCandidate",

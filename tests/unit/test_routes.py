@@ -110,6 +110,15 @@ def test_coefficients_of_their_own():
     assert plan.decode_steps == 8
 
 
+def test_keys_that_decode_steps_attend_to():
+    """Guards against keys counted at the prompt's length throughout, without padding, or past a row's own budget."""
+    costs = CostModel(decode_step_ms=0.0, decode_kv_ms_per_mib=0.5, ordinary_kv_ms_per_mib=2.0)
+    plan = compare([10, 30], costs=costs, budgets=[4, 2])
+    # Steps over 11, 12 and 13 keys, and one over 31; model.generate has two rows of 31, 32 and 33.
+    assert candidate(plan, "packed").decode_ms == pytest.approx(0.5 * (11 + 12 + 13 + 31) * MIB)
+    assert candidate(plan, "ordinary").decode_ms == pytest.approx(2.0 * 2 * (31 + 32 + 33) * MIB)
+
+
 def test_one_token_takes_no_decode_step():
     """Guards against a decode step for the token that the prefill gives."""
     plan = compare([4, 4], 1)

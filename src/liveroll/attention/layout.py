@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+# Sequences of at least this share of a group's longest join it, so that at most half of a group's scores are padding's.
+_ALIKE = 0.7
+
+
+@dataclass(frozen=True)
+class LikeLengths:
+    """Sequences of a packed row that are alike in length.
+
+    Attributes:
+        rows: how many.
+        width: tokens of the longest.
+        token: `[T']` int64, their tokens in the packed row, sequence by sequence.
+        row: `[T']` int64, the sequence of each of these tokens among those of the group.
+        column: `[T']` int64, its position in the sequence.
+    """
+
+    rows: int
+    width: int
+    token: Tensor
+    row: Tensor
+    column: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,28 @@ class PackedLayout:
     def last(self) -> Tensor:
         """`[N]` int64, the index of each sequence's last token."""
         return self.starts[1:].long() - 1
+
+    @cached_property
+    def groups(self) -> tuple[LikeLengths, ...]:
+        """The sequences in groups of like lengths, for a backend that pads; made once for all layers of a forward."""
+        lengths = np.array(self.lengths)
+        starts = np.cumsum(lengths) - lengths
+        order = np.argsort(-lengths, kind="stable")
+        groups: list[LikeLengths] = []
+        first = 0
+        for end in range(1, len(order) + 1):
+            width = int(lengths[order[first]])
+            if end < len(order) and lengths[order[end]] >= _ALIKE * width:
+                continue
+            members = np.sort(order[first:end])
+            row = np.repeat(np.arange(len(members)), lengths[members])
+            begin = np.cumsum(lengths[members]) - lengths[members]
+            column = np.arange(len(row)) - begin[row]
+            token = starts[members][row] + column
+            moved = torch.from_numpy(np.stack([token, row, column])).to(self.row.device)
+            groups.append(LikeLengths(len(members), width, *moved))
+            first = end
+        return tuple(groups)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liveroll.attention.layout import PackedLayout, PagedLayout
+from liveroll.attention.layout import LikeLengths, PackedLayout, PagedLayout
 from liveroll.model.geometry import AttentionTraits
 
 
@@ -24,20 +24,20 @@ class ReferenceAttention:
     ) -> Tensor:
         """See `AttentionBackend.packed`."""
         rows, width = len(layout.lengths), layout.longest
-        dense = rows * width == len(query)
-
-        def spread(packed: Tensor) -> Tensor:
-            if dense:
-                return packed.view(rows, width, *packed.shape[1:])
-            padded = packed.new_zeros(rows, width, *packed.shape[1:])
-            padded[layout.row, layout.column] = packed
-            return padded
-
-        # Padding stands behind every sequence, so the causal mask alone keeps it from being seen.
-        position = torch.arange(width, device=query.device)
-        mask = _causal(position, position, traits.window)
-        output = _attend(spread(query), spread(key), spread(value), mask, traits, sinks)
-        return output.flatten(0, 1) if dense else output[layout.row, layout.column]
+        if rows * width == len(query):
+            dense = (rows, width)
+            return _attend_causally(
+                query.unflatten(0, dense), key.unflatten(0, dense), value.unflatten(0, dense), traits, sinks
+            ).flatten(0, 1)
+        parts = [
+            _attend_causally(_spread(query, group), _spread(key, group), _spread(value, group), traits, sinks)
+            for group in layout.groups
+        ]
+        # Under autocast products are of another dtype than what they are of.
+        output = parts[0].new_empty(*query.shape[:-1], value.shape[-1])
+        for group, padded in zip(layout.groups, parts, strict=True):
+            output[group.token] = padded[group.row, group.column]
+        return output
 
     def paged(
         self,
@@ -67,6 +67,21 @@ class ReferenceAttention:
             return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:]).masked_fill_(beyond, 0)
 
         return _attend(query[:, None], gather(keys), gather(values), layout.masks[traits.window], traits, sinks)[:, 0]
+
+
+def _spread(packed: Tensor, group: LikeLengths) -> Tensor:
+    """Sequences of a group side by side, `[rows, width, ...]`, padding behind them."""
+    padded = packed.new_zeros(group.rows, group.width, *packed.shape[1:])
+    padded[group.row, group.column] = packed[group.token]
+    return padded
+
+
+def _attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits, sinks: Tensor | None
+) -> Tensor:
+    """`_attend` within rows. Padding stands behind sequences, so the causal mask alone keeps it from being seen."""
+    position = torch.arange(query.shape[1], device=query.device)
+    return _attend(query, key, value, _causal(position, position, traits.window), traits, sinks)
 
 
 def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:

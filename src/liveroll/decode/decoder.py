@@ -144,8 +144,18 @@ class Decoder:
             self.state.keep_histories()
         self._signature = new
 
+    def capture_for(self, rows: int, variant: Variant, wanted: Wanted = NOTHING) -> None:
+        """Capture the decode step of a batch of `rows` rows, if steps are captured and this one is not yet.
+
+        Raises:
+            CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
+        """
+        key = self._key(rows, variant, wanted)
+        if self.eager_reason is None and not self.graphs.holds(key):
+            self._capture(*key)
+
     def launch(self, slots: np.ndarray, longest: int, variant: Variant, wanted: Wanted = NOTHING) -> Tensor:
-        """Run one decode step.
+        """Run one decode step, captured by `capture_for`.
 
         Args:
             slots: int64 slots of the running rows.
@@ -155,20 +165,13 @@ class Decoder:
 
         Returns:
             `[3 + wanted.rows, B]` int32, the report of each slot; overwritten by the next step.
-
-        Raises:
-            CaptureError: the step cannot be captured, and the configuration does not let it run eagerly.
         """
-        rung = rung_for(len(slots), self._rungs)
-        # Two variants are captured at most of what is wanted: a greedy row is a case of the plain one.
-        key = (rung, variant if variant is Variant.FULL else Variant.PLAIN, wanted)
-        if self.eager_reason is None and not self.graphs.holds(key):
-            self._capture(*key)
         if self.eager_reason is not None:
             rows = upload(slots, self._model.device)
             return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant, wanted)
         self._longest = longest
-        self._load_rows(slots, rung)
+        key = self._key(len(slots), variant, wanted)
+        self._load_rows(slots, key[0])
         self.graphs.replay(key)
         return self._reports[wanted][:, : len(slots)]
 
@@ -214,6 +217,10 @@ class Decoder:
         )
         self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
+
+    def _key(self, rows: int, variant: Variant, wanted: Wanted) -> tuple[int, Variant, Wanted]:
+        """The captured step for a batch: two variants at most of what is wanted, since greedy rows are plain ones."""
+        return rung_for(rows, self._rungs), variant if variant is Variant.FULL else Variant.PLAIN, wanted
 
     def _capture(self, rung: int, variant: Variant, wanted: Wanted) -> None:
         self._load_rows(np.empty(0, np.int64), rung)

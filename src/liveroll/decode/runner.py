@@ -20,6 +20,7 @@ from liveroll.prefill.runner import PrefillCounts, PrefillRunner
 from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.plan import DecodeStep, PrefillStep, StepPlan, StepResult
 from liveroll.scheduling.scheduler import Scheduler
+from liveroll.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class StepRunner:
         planner: splits admissions into forwards.
         wanted: what the call is told of each token besides its log-probability.
         run_ahead: steps that may be launched before the result of an earlier one is read.
+        timeline: of the call.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StepRunner:
         variant: Variant,
         planner: PrefillPlanner,
         run_ahead: int,
+        timeline: Timeline,
         wanted: Wanted = NOTHING,
     ) -> None:
         self._decoder = decoder
@@ -62,10 +65,13 @@ class StepRunner:
         self._planner = planner
         self._wanted = wanted
         self._run_ahead = run_ahead
+        self._timeline = timeline
         self._logits = PromptLogits()
         self._launched: deque[_Launched] = deque()
         self._table_version = -1
         self.decode_steps = 0
+        self.prefilled_rows = 0
+        """Rows that a prefill gave a token."""
 
     @property
     def prefill_counts(self) -> PrefillCounts:
@@ -74,10 +80,12 @@ class StepRunner:
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step."""
+        self._timeline.enter("cache")
         if self._table_version != self._scheduler.table_version:
             self._decoder.state.load_table(self._scheduler.block_table)
             self._table_version = self._scheduler.table_version
         report = self._run_prefill(plan) if isinstance(plan, PrefillStep) else self._run_decode(plan)
+        self._timeline.launched()
         arrived = None
         if report.device.type == "cuda":
             on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
@@ -92,6 +100,7 @@ class StepRunner:
         """Results of the steps launched longest ago: all of them, or all but those that may run ahead."""
         while len(self._launched) > (0 if everything else self._run_ahead):
             step = self._launched.popleft()
+            self._timeline.enter("prefill" if isinstance(step.plan, PrefillStep) else "decode")
             if step.arrived is not None:
                 step.arrived.synchronize()
             report = step.report.numpy()
@@ -100,15 +109,20 @@ class StepRunner:
             yield step.plan, StepResult(tokens.astype(np.int64), outcomes, bits.view(np.float32), details)
 
     def _run_prefill(self, plan: PrefillStep) -> Tensor:
+        takers = plan.takers()
+        run = [source for source in takers if source >= 0]
+        requests = [plan.admitted[source] for source in run]
+        self._timeline.enter("planning")
+        lengths = [len(request.prompt) + len(request.tokens) for request in requests]
+        prefill = self._planner.plan(lengths) if run else None
+        self._timeline.launch("prefill")
+        self.prefilled_rows += len(plan.admitted)
         slots = self._decoder.state.admit(plan.admitted)
         report = torch.empty(3 + self._wanted.rows, len(slots), dtype=torch.int32, device=slots.device)
-        takers = plan.takers()
         if earlier := [source for source in takers if source < 0]:
             logits = self._logits.of([plan.group_of(source) for source in earlier])
             self._sample(logits, [takers[source] for source in earlier], slots, report)
-        if run := [source for source in takers if source >= 0]:
-            requests = [plan.admitted[source] for source in run]
-            prefill = self._planner.plan([len(request.prompt) + len(request.tokens) for request in requests])
+        if prefill is not None:
             for forward in prefill.forwards:
                 logits = self._prefill.run(requests, forward, prefill.route)
                 sources = [run[index] for index in forward.indices]
@@ -131,5 +145,8 @@ class StepRunner:
         report[:, rows] = advance(self._decoder.state, slots[rows], logits, self._variant, self._wanted)
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
+        self._timeline.enter("capture")
+        self._decoder.capture_for(len(plan.slots), self._variant, self._wanted)
+        self._timeline.launch("decode")
         self.decode_steps += 1
         return self._decoder.launch(plan.slots, plan.longest, self._variant, self._wanted)

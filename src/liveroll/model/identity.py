@@ -92,7 +92,9 @@ def describe_origin(model: PreTrainedModel, config: RolloutConfig, ranks: int) -
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.processor() or platform.machine()})" if device.type == "cpu" else device.type
+    if device.type == "cpu":
+        return f"cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+    return device.type
 
 
 def _triton_version() -> str:

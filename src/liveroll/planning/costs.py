@@ -40,8 +40,10 @@ class CostModel:
         ordinary_fixed_ms: of a call of `model.generate` up to its first token, in ms; None as `fixed_ms`.
         decode_step_ms: of a continuous decode step, in ms, whatever it runs over.
         decode_row_ms: of a running row in it, in ms.
+        decode_kv_ms_per_mib: of attending to 2^20 bytes of keys and values in it, in ms.
         ordinary_step_ms: of a decode step of `model.generate`, in ms, whatever it runs over.
         ordinary_row_ms: of a row in it, ended or not, in ms.
+        ordinary_kv_ms_per_mib: of attending to 2^20 bytes of keys and values in it, padding included, in ms.
         max_tokens: token positions, padding included, in one prefill forward; None removes the limit.
 
     Raises:
@@ -58,8 +60,10 @@ class CostModel:
     ordinary_fixed_ms: float | None = None
     decode_step_ms: float = 10.0
     decode_row_ms: float = 0.0
+    decode_kv_ms_per_mib: float = 0.0
     ordinary_step_ms: float = 0.0
     ordinary_row_ms: float = 0.0
+    ordinary_kv_ms_per_mib: float = 0.0
     max_tokens: int | None = 65536
 
     def __post_init__(self) -> None:

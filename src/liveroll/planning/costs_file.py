@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -75,6 +77,8 @@ class CostsFile:
 def write_costs(path: Path, costs: CostsFile) -> None:
     """Write a file of costs, and the folders that it is in.
 
+    Whoever reads the path meanwhile finds the file that was there before, or this one, whole.
+
     Raises:
         ValueError: a measurement is not a finite number.
     """
@@ -85,7 +89,12 @@ def write_costs(path: Path, costs: CostsFile) -> None:
     }
     text = json.dumps(content, indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", "utf-8")
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
+    try:
+        beside.write_text(text + "\n", "utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_costs(path: Path) -> CostsFile:

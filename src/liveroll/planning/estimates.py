@@ -58,7 +58,9 @@ def prefill_terms(
     )
 
 
-def decode_ms(route: Route, budgets: Sequence[int], costs: CostModel) -> float:
+def decode_ms(
+    route: Route, lengths: Sequence[int], budgets: Sequence[int], costs: CostModel, geometry: ModelGeometry
+) -> float:
     """What decoding of rows side by side is estimated to take, in ms, no row ending before its budget.
 
     A prefill gives each row its first token. Rows that reach their budget leave a continuous step, while
@@ -66,13 +68,24 @@ def decode_ms(route: Route, budgets: Sequence[int], costs: CostModel) -> float:
 
     Args:
         route: of the rows.
+        lengths: prompt tokens of each row.
         budgets: tokens that each row may generate.
         costs: the coefficients.
+        geometry: the model's.
     """
     steps = max(budgets) - 1
     if route == "ordinary":
-        return steps * (costs.ordinary_step_ms + costs.ordinary_row_ms * len(budgets))
-    return steps * costs.decode_step_ms + costs.decode_row_ms * (sum(budgets) - len(budgets))
+        keys = len(budgets) * _keys_attended(max(lengths), steps)
+        linear = steps * (costs.ordinary_step_ms + costs.ordinary_row_ms * len(budgets))
+        return linear + costs.ordinary_kv_ms_per_mib * _mib(keys, geometry)
+    keys = sum(_keys_attended(length, budget - 1) for length, budget in zip(lengths, budgets, strict=True))
+    linear = steps * costs.decode_step_ms + costs.decode_row_ms * (sum(budgets) - len(budgets))
+    return linear + costs.decode_kv_ms_per_mib * _mib(keys, geometry)
+
+
+def _keys_attended(length: int, steps: int) -> int:
+    """Keys that a row attends to over its decode steps, the first of which has one more than the prompt."""
+    return steps * length + steps * (steps + 1) // 2
 
 
 def _coefficients(route: Route, costs: CostModel) -> tuple[float, float, float]:

@@ -160,7 +160,7 @@ def plan_routes(
             route=route,
             forwards=forwards,
             **vars(terms),
-            decode_ms=decode_ms(route, budgets, costs),
+            decode_ms=decode_ms(route, lengths, budgets, costs, geometry),
             obstacle=obstacle if route in allowed else "auto_routes leaves it out",
         )
     eligible = [candidate for candidate in candidates.values() if candidate.obstacle is None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from liveroll.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+TINY = "tiny"
+"""The name of the model that ships with the package, unless there is a folder of that name."""
 
 _PATTERNS = ("*.safetensors", "*.bin", "*config.json", "tokenizer*", "chat_template*", "vocab*", "merges.txt")
 _BLOCK = 1 << 16
@@ -28,7 +31,7 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
     """Load a causal language model.
 
     Args:
-        name: a checkpoint folder, or the id of a model on the Hub.
+        name: a checkpoint folder, the id of a model on the Hub, or `tiny`.
         dtype: one of `DTYPES`; `auto` keeps the stored one.
         device: `auto` for a GPU if there is one, or a torch device.
 
@@ -45,6 +48,7 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    name = _folder_of(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     except (OSError, ValueError) as error:
@@ -57,7 +61,7 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
 
 
 def locate_checkpoint(name: str) -> str:
-    """Give the absolute path of a checkpoint folder; a Hub id as it is."""
+    """Give the absolute path of a checkpoint folder; a Hub id, and `tiny`, as it is."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -67,7 +71,7 @@ def digest_checkpoint(name: str) -> str | None:
     Files of up to 1 MiB count whole; of a larger one the size and 16 evenly spaced blocks of 64 KiB, which any
     training step changes. So it stays cheap beside loading the model, and a copy of the folder hashes the same.
     """
-    folder = Path(name)
+    folder = Path(_folder_of(name))
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
@@ -82,3 +86,9 @@ def digest_checkpoint(name: str) -> str | None:
                 file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
+
+
+def _folder_of(name: str) -> str:
+    """The folder that `tiny` is in; any other name as it is."""
+    tiny = name == TINY and not Path(name).is_dir()
+    return str(files("liveroll") / "assets" / "sums") if tiny else name

@@ -1,0 +1,188 @@
+"""Learning what forwards and decode steps cost: uniform calls timed, and coefficients fitted to their times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from liveroll.config import RolloutConfig
+from liveroll.engine import RolloutEngine
+from liveroll.errors import ConfigError
+from liveroll.kv.budget import free_bytes
+from liveroll.model.identity import declared_geometry, describe_origin
+from liveroll.model.unwrap import unwrap
+from liveroll.planning.costs import CostModel
+from liveroll.planning.costs_file import CostsFile
+from liveroll.planning.fit import Measurement, fit_costs, predict_ms
+from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.routes import ROUTES
+from liveroll.tools.grid import DECODE_STEPS, WorkloadRange, plan_grid
+from liveroll.tools.measure import Sample, Stopwatch, read_off, take_samples
+
+# Of the memory that is free, this share may be keys and values; forwards need the rest.
+_KV_SHARE = 0.8
+_SHORTEST, _LONGEST = 16, 512
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Costs and what they were fitted to.
+
+    Attributes:
+        file: the costs with all that says what they are costs of.
+        points: what was measured.
+        geometry: the model's.
+        seconds: how long it took.
+    """
+
+    file: CostsFile
+    points: tuple[Measurement, ...]
+    geometry: ModelGeometry
+    seconds: float
+
+    @property
+    def costs(self) -> CostModel:
+        """The coefficients."""
+        return self.file.coefficients
+
+
+def calibrate(
+    model: Any,
+    work: WorkloadRange,
+    config: RolloutConfig | None = None,
+    *,
+    repeats: int = 3,
+    seconds: float | None = None,
+    known: Mapping[str, Sample] | None = None,
+    keep: Callable[[Sample], None] = lambda sample: None,
+) -> Calibration:
+    """Measure a model's costs, here and now.
+
+    The model is left as it was found, and nothing that an engine of it holds is touched. What is measured needs KV
+    memory of its own for the largest batch of the range, and gives it back.
+
+    Args:
+        model: the model, as an engine is given it.
+        work: the calls that the costs are to hold for.
+        config: the configuration of the engines that will use them; slots, memory and route are not taken from it.
+        repeats: how often each call is timed.
+        seconds: after so long no further repeat is begun; None for no such limit.
+        known: samples of an earlier run by their ids, which are not taken again.
+        keep: called with each new sample.
+
+    Raises:
+        ConfigError: the range is more than the model or the memory holds.
+        UnsupportedModelError: the engine cannot run the model.
+        CaptureError: decode steps must be captured and cannot be.
+    """
+    config = config or RolloutConfig()
+    own = unwrap(model)
+    check_range(work, own, config)
+    cells = plan_grid(work, config.prefill_max_tokens)
+    began = time.perf_counter()
+    last = began
+
+    def may_repeat() -> bool:
+        nonlocal last
+        now = time.perf_counter()
+        took, last = now - last, now
+        return seconds is None or now - began + took <= seconds
+
+    with RolloutEngine(model, config=_measuring(config, work)) as engine:
+        stopwatch = Stopwatch(engine, own.config.get_text_config().vocab_size)
+        try:
+            samples = take_samples(stopwatch, cells, repeats, known or {}, keep, may_repeat)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the memory of the device does not hold forwards over {work}; lower max_length or max_batch"
+            ) from error
+        geometry = stopwatch.geometry
+    points = tuple(read_off(samples))
+    costs = fit_costs(points, geometry, config.prefill_max_tokens)
+    rows = [{**asdict(point), "predicted_ms": predict_ms(point, costs, geometry)} for point in points]
+    file = CostsFile(costs, describe_origin(own, config, ranks=1), tuple(rows))
+    return Calibration(file, points, geometry, time.perf_counter() - began)
+
+
+def check_range(work: WorkloadRange, model: PreTrainedModel, config: RolloutConfig) -> None:
+    """Refuse a range that cannot be measured.
+
+    Raises:
+        ConfigError: the model's context, a forward or the memory does not hold it; with the numbers.
+    """
+    for name, limit in _row_limits(model, config).items():
+        if work.row_tokens > limit:
+            raise ConfigError(
+                f"prompts of {work.max_length} tokens and the {work.row_tokens - work.max_length} that are measured "
+                f"behind them do not fit {name}, {limit}; lower max_length"
+            )
+    if config.prefill_max_tokens is not None and work.max_length > config.prefill_max_tokens:
+        raise ConfigError(
+            f"prompts of {work.max_length} tokens are over prefill_max_tokens, {config.prefill_max_tokens}; "
+            "lower max_length, or raise the limit"
+        )
+    needed, free = _kv_bytes(work, model, config), free_bytes(model.device)
+    if needed > free * _KV_SHARE:
+        raise ConfigError(
+            f"keys and values of {work.max_batch} rows of {work.row_tokens} tokens take {needed / 2**30:.2f} GiB, and "
+            f"{free / 2**30:.2f} GiB of memory are free; lower max_batch or max_length"
+        )
+
+
+def longest_prompt(model: PreTrainedModel, config: RolloutConfig) -> int:
+    """The longest prompt that is measured where none is named: 512 tokens, or what the model and engine allow."""
+    limits = [limit - DECODE_STEPS - 1 for limit in _row_limits(model, config).values()]
+    limits += [] if config.prefill_max_tokens is None else [config.prefill_max_tokens]
+    return max(min([_LONGEST, *limits]), 1)
+
+
+def range_of(model: PreTrainedModel, config: RolloutConfig) -> WorkloadRange:
+    """The calls that an engine of this configuration takes, as far as the memory that is free holds them."""
+    length, batch = longest_prompt(model, config), config.max_slots
+    while True:
+        work = WorkloadRange(min_length=min(_SHORTEST, length), max_length=length, max_batch=batch)
+        fits = _kv_bytes(work, model, config) <= free_bytes(model.device) * _KV_SHARE / 2
+        if fits or batch == length == 1:
+            return work
+        length, batch = (length, -(-batch // 2)) if batch > 1 else (-(-length // 2), batch)
+
+
+def _row_limits(model: PreTrainedModel, config: RolloutConfig) -> dict[str, int]:
+    """Tokens that a row may hold, by what limits them."""
+    limits = {
+        "the model's max_position_embeddings": getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        "RolloutConfig.max_length": config.max_length,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _kv_bytes(work: WorkloadRange, model: PreTrainedModel, config: RolloutConfig) -> int:
+    geometry = declared_geometry(model)
+    return _kv_tokens(work, config) * 2 * geometry.kv_width * geometry.element_bytes
+
+
+def _kv_tokens(work: WorkloadRange, config: RolloutConfig) -> int:
+    return work.max_batch * -(-work.row_tokens // config.page_size) * config.page_size
+
+
+def _measuring(config: RolloutConfig, work: WorkloadRange) -> RolloutConfig:
+    """The configuration of the engine that is timed."""
+    return replace(
+        config,
+        max_slots=work.max_batch,
+        max_length=work.row_tokens,
+        kv_tokens=_kv_tokens(work, config),
+        kv_bytes=None,
+        kv_fraction=None,
+        prefill_route="packed",
+        auto_routes=ROUTES,
+        costs=None,
+        fallback="error",
+        progress=False,
+        profile=True,
+    )

@@ -1,0 +1,176 @@
+"""A sweep as one page, its charts in it and beside it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from liveroll.errors import ConfigError
+from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
+from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, TOLERANCE, Case, SweepResult
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 70rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin-bottom: .3rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; margin: .4rem 0 1rem; }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child, td:first-child, td.text { text-align: left; }
+tr.best td { font-weight: 600; } td.far { background: #fbe3d6; }
+img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
+"""
+
+
+def write_report(sweep: SweepResult, out: Path) -> list[Path]:
+    """Write the page and its charts.
+
+    Args:
+        sweep: what to show.
+        out: the page, an HTML file; the charts go beside it as PNG files.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not out.parent.is_dir():
+        raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")
+    images = {name: _png(figure) for name, figure in _charts(sweep).items()}
+    out.write_text(_page(sweep, images), "utf-8")
+    written = [out]
+    for name, image in images.items():
+        path = out.with_name(f"{out.stem}-{name}.png")
+        path.write_bytes(image)
+        written.append(path)
+    return written
+
+
+def _charts(sweep: SweepResult) -> dict[str, Figure]:
+    budgets = sorted({case.new_tokens for case in sweep.cases})
+    charts = {f"times-{budget}": draw_times(_at(sweep, budget)) for budget in budgets}
+    return {**charts, "costs": draw_costs(sweep), "buckets": draw_buckets(_at(sweep, budgets[0]))}
+
+
+def _at(sweep: SweepResult, budget: int) -> list[Case]:
+    return [case for case in sweep.cases if case.new_tokens == budget]
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
+
+
+def _page(sweep: SweepResult, images: dict[str, bytes]) -> str:
+    pictures = {name: _picture(name, image) for name, image in images.items()}
+    times = [picture for name, picture in pictures.items() if name.startswith("times-")]
+    body = [
+        "<h1>Routes compared</h1>",
+        _verdict(sweep),
+        "<h2>Times</h2>",
+        *times,
+        "<h2>Every case</h2>",
+        *map(_case_table, sweep.cases),
+        "<h2>Estimated and measured</h2>",
+        "<p>An estimate counts the forwards and steps of a call, and nothing of what surrounds them.</p>",
+        pictures["costs"],
+        "<h2>Buckets</h2>",
+        pictures["buckets"],
+        "<h2>Costs and their origin</h2>",
+        _table(("coefficient", "value"), ((name, _number(value)) for name, value in sweep.coefficients.items())),
+        _table(("measured with", ""), sweep.origin.items()),
+        _table(("setting of the sweep", ""), sweep.settings.items()),
+    ]
+    head = f'<meta charset="utf-8"><title>Routes compared</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _verdict(sweep: SweepResult) -> str:
+    rows = []
+    for contender in (AUTO, AUTO_PADDED):
+        numbers = sweep.summary()[contender]
+        rows.append(
+            (
+                contender,
+                f"{numbers['within 5%']} of {numbers['cases']}",
+                f"{numbers['worst ratio']:.3f}",
+                numbers["worst case"],
+                f"{numbers['worst choice']:.3f}",
+                ", ".join(numbers["routes taken"]),
+            )
+        )
+    heads = ("", "within 5% of the best", "worst ratio", "in", "worst choice", "routes taken")
+    agreement = sweep.summary()["agreement"]
+    checked = "Tokens were not checked."
+    if agreement is not None:
+        checked = f"Of the tokens checked against those of each prompt alone, every route has {agreement:.2%} at least."
+    explained = (
+        "A ratio is the median time over that of the fastest manual route that may be taken. The choice is the same "
+        "for the route taken, timed as a manual one, so that noise between two runs of one route does not count."
+    )
+    return _table(heads, rows) + f"<p>{explained} {checked}</p>"
+
+
+def _case_table(case: Case) -> str:
+    best = case.best()
+    rows, classes = [], []
+    for name in CONTENDERS:
+        result = case.results[name]
+        memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.2f}"
+        label = f"{name.replace('_', ' ')} ({result.taken})" if name in (AUTO, AUTO_PADDED) else name.replace("_", " ")
+        ratio = result.median_ms / case.results[case.best(name)].median_ms
+        rows.append(
+            (
+                label,
+                f"{result.median_ms:.1f}",
+                f"{min(result.ms):.1f}",
+                f"{ratio:.3f}",
+                f"{result.predicted_ms:.1f}",
+                f"{case.tokens_per_second(name):,.0f}",
+                memory,
+                str(result.prefill_forwards),
+                f"{result.prefill_tokens:,}",
+                f"{result.padded_tokens:,}",
+                "-" if result.agreement is None else f"{result.agreement:.1%}",
+            )
+        )
+        far = name in (AUTO, AUTO_PADDED) and ratio > TOLERANCE
+        classes.append("best" if name == best else "far" if far else "")
+    heads = (
+        "route", "median ms", "least ms", "/ best", "estimated ms", "tokens/s", "peak GiB", "prefill forwards",
+        "prefill tokens", "of them padding", "tokens equal",
+    )  # fmt: skip
+    title = f"{case.workload}, {describe_lengths(case.lengths)}, {case.new_tokens} new tokens"
+    return f'<h3>{escape(title)}</h3><div class="wide">{_table(heads, rows, classes)}</div>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequence[str] = ()) -> str:
+    parts = ["<table><tr>", *(f"<th>{escape(head)}</th>" for head in heads), "</tr>"]
+    for index, row in enumerate(rows):
+        kind = classes[index] if classes else ""
+        parts.append(f'<tr class="{kind}">' if kind else "<tr>")
+        for place, cell in enumerate(row):
+            of_cell = _cell_class(kind, place, cell)
+            parts.append((f'<td class="{of_cell}">' if of_cell else "<td>") + f"{escape(str(cell))}</td>")
+        parts.append("</tr>")
+    return "".join([*parts, "</table>"])
+
+
+def _cell_class(kind: str, place: int, cell: object) -> str:
+    if kind == "far" and place == 3:
+        return "far"
+    return "text" if isinstance(cell, str) and not any(letter.isdigit() for letter in cell[:1]) else ""
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _picture(name: str, image: bytes) -> str:
+    return f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(image).decode("ascii")}">'

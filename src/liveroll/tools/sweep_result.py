@@ -1,0 +1,207 @@
+"""What a sweep found, and the file that it is kept in."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from liveroll.config import Route
+from liveroll.errors import ConfigError
+
+MANUAL: tuple[Route, ...] = get_args(Route)
+AUTO, AUTO_PADDED = "auto", "auto without packed"
+CONTENDERS: tuple[str, ...] = (*MANUAL, AUTO, AUTO_PADDED)
+TOLERANCE = 1.05
+"""`auto` may take so much of the best route's time."""
+
+
+@dataclass
+class RouteResult:
+    """What one contender did with a workload.
+
+    Attributes:
+        predicted_ms: what the costs say of it, without what surrounds the forwards of a call.
+        taken: the route that its first admission took.
+        ms: wall times of its calls.
+        peak_bytes: most device memory allocated during one, all that is resident included; None on a CPU.
+        prefill_forwards: forwards over prompts.
+        prefill_tokens: token positions in them.
+        padded_tokens: how many of those were padding.
+        decode_steps: decode steps.
+        agreement: share of the checked tokens that equal the reference's; None where nothing was checked.
+    """
+
+    predicted_ms: float
+    taken: str = ""
+    ms: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    prefill_forwards: int = 0
+    prefill_tokens: int = 0
+    padded_tokens: int = 0
+    decode_steps: int = 0
+    agreement: float | None = None
+
+    @property
+    def median_ms(self) -> float:
+        """Median wall time."""
+        return statistics.median(self.ms)
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """A bucket of the bucketed route: the width, and the lengths of the prompts padded to it."""
+
+    width: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at one budget, run by every contender.
+
+    Attributes:
+        workload: its name.
+        lengths: tokens of each prompt.
+        new_tokens: tokens generated for each.
+        buckets: what the bucketed route made of it.
+        results: by contender.
+    """
+
+    workload: str
+    lengths: tuple[int, ...]
+    new_tokens: int
+    buckets: tuple[BucketShape, ...]
+    results: dict[str, RouteResult]
+
+    def best(self, contender: str = AUTO) -> str:
+        """The manual route that took least, of those that a contender may take."""
+        routes = [route for route in MANUAL if contender != AUTO_PADDED or route != "packed"]
+        return min(routes, key=lambda route: self.results[route].median_ms)
+
+    def ratio(self, contender: str = AUTO) -> float:
+        """What a contender took, over what the best manual route took."""
+        return self.results[contender].median_ms / self.results[self.best(contender)].median_ms
+
+    def choice_ratio(self, contender: str = AUTO) -> float:
+        """What the route that a contender chose takes when chosen by hand, over the best: the choice without noise."""
+        chosen = self.results[self.results[contender].taken]
+        return chosen.median_ms / self.results[self.best(contender)].median_ms
+
+    def tokens_per_second(self, contender: str) -> float:
+        """Tokens generated a second."""
+        return len(self.lengths) * self.new_tokens / self.results[contender].median_ms * 1e3
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep.
+
+    Attributes:
+        origin: what its costs are costs of, as in a file of costs.
+        coefficients: the costs.
+        points: the measurements that they were fitted to.
+        settings: how it was run.
+        cases: every workload at every budget.
+    """
+
+    origin: dict[str, Any]
+    coefficients: dict[str, Any]
+    points: list[dict[str, Any]]
+    settings: dict[str, Any]
+    cases: list[Case]
+
+    def worst(self, contender: str = AUTO) -> Case:
+        """The case in which a contender was farthest behind the best manual route."""
+        return max(self.cases, key=lambda case: case.ratio(contender))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all tokens that were checked are as expected."""
+        shares = [result.agreement for case in self.cases for result in case.results.values()]
+        return all(share is None or share == 1.0 for share in shares)
+
+    def summary(self) -> dict[str, Any]:
+        """The sweep in a few numbers."""
+        shares = [r.agreement for case in self.cases for r in case.results.values() if r.agreement is not None]
+        summary: dict[str, Any] = {"agreement": min(shares, default=None)}
+        for contender in (AUTO, AUTO_PADDED):
+            worst = self.worst(contender)
+            summary[contender] = {
+                "worst ratio": round(worst.ratio(contender), 4),
+                "worst regression": f"{max(worst.ratio(contender) - 1, 0):.2%}",
+                "worst case": f"{worst.workload}, {worst.new_tokens} new tokens",
+                "worst choice": round(max(case.choice_ratio(contender) for case in self.cases), 4),
+                "within 5%": sum(case.ratio(contender) <= TOLERANCE for case in self.cases),
+                "cases": len(self.cases),
+                "routes taken": sorted({case.results[contender].taken for case in self.cases}),
+            }
+        return summary
+
+
+def write_sweep(path: Path, sweep: SweepResult) -> None:
+    """Write a sweep as JSON, with what follows from its times."""
+    cases = [
+        {
+            "workload": case.workload,
+            "lengths": case.lengths,
+            "new_tokens": case.new_tokens,
+            "buckets": [asdict(bucket) for bucket in case.buckets],
+            "best": case.best(),
+            "auto_ratio": case.ratio(),
+            "auto_without_packed_ratio": case.ratio(AUTO_PADDED),
+            "routes": {
+                name: {
+                    "median_ms": result.median_ms,
+                    "min_ms": min(result.ms),
+                    "tokens_per_second": case.tokens_per_second(name),
+                    **asdict(result),
+                }
+                for name, result in case.results.items()
+            },
+        }
+        for case in sweep.cases
+    ]
+    content = {**{name: getattr(sweep, name) for name in _PARTS}, "cases": cases, "summary": sweep.summary()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
+
+
+def read_sweep(path: Path) -> SweepResult:
+    """Read a file that `write_sweep` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"the sweep {path} is not JSON: {error}") from error
+    try:
+        cases = [_case_of(case) for case in content["cases"]]
+        if not cases:
+            raise ValueError("it has no cases")
+        return SweepResult(**{name: content[name] for name in _PARTS}, cases=cases)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        named = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is no sweep that `liveroll sweep` wrote: {named}") from error
+
+
+_PARTS: Sequence[str] = ("origin", "coefficients", "points", "settings")
+_FIELDS = tuple(entry.name for entry in fields(RouteResult))
+
+
+def _case_of(content: dict[str, Any]) -> Case:
+    routes = content["routes"]
+    return Case(
+        workload=content["workload"],
+        lengths=tuple(content["lengths"]),
+        new_tokens=content["new_tokens"],
+        buckets=tuple(BucketShape(bucket["width"], tuple(bucket["lengths"])) for bucket in content["buckets"]),
+        results={name: RouteResult(**{key: routes[name][key] for key in _FIELDS}) for name in CONTENDERS},
+    )

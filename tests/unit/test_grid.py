@@ -1,0 +1,62 @@
+"""What calibration measures: the range declared, and no more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liveroll import ConfigError
+from liveroll.tools.grid import DECODE_STEPS, Cell, WorkloadRange, plan_grid
+
+
+@given(st.integers(1, 64), st.integers(0, 2000), st.integers(1, 200), st.one_of(st.none(), st.integers(2100, 9000)))
+def test_cells_stay_within_the_range(shortest, more, batch, limit):
+    """Guards against a call that memory was not checked for, one measured twice, and a forward over the limit."""
+    work = WorkloadRange(min_length=shortest, max_length=shortest + more, max_batch=batch)
+    cells = plan_grid(work, limit)
+    assert len({cell.name for cell in cells}) == len(cells) == len(set(cells))
+    for cell in cells:
+        assert 1 <= cell.rows <= batch
+        assert shortest <= cell.width <= shortest + more
+        assert limit is None or cell.rows * cell.width <= limit
+        assert cell.width + cell.steps + 1 <= work.row_tokens
+
+
+def test_the_corners_are_measured():
+    """Guards against estimates beyond all that was measured."""
+    cells = plan_grid(WorkloadRange(min_length=16, max_length=512, max_batch=32), 65536)
+    for route in ("equal_width", "packed"):
+        for rows in (1, 32):
+            for width in (16, 512):
+                assert Cell(route, rows, width, 0) in cells
+    for route in ("packed", "ordinary"):
+        assert {(cell.rows, cell.width) for cell in cells if cell.route == route and cell.steps == DECODE_STEPS} >= {
+            (1, 16),
+            (32, 16),
+            (32, 512),
+        }
+    assert len([cell for cell in cells if cell.route == "equal_width"]) == 12
+
+
+def test_a_range_of_one_shape():
+    """Guards against a logarithm of nothing, and a cell for each of equal widths."""
+    cells = plan_grid(WorkloadRange(min_length=7, max_length=7, max_batch=1), None)
+    assert {(cell.rows, cell.width) for cell in cells} == {(1, 7)}
+    assert len(cells) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_length": 0}, "WorkloadRange.min_length must be at least 1"),
+        ({"max_length": 1.5}, "WorkloadRange.max_length must be a whole number"),
+        ({"max_batch": 0}, "WorkloadRange.max_batch must be at least 1"),
+        ({"min_length": 20, "max_length": 10}, "the shortest prompt, 20 tokens, is longer than the longest, 10"),
+        ({"max_batches": 3}, "did you mean max_batch"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(settings, message):
+    """Guards against a grid of nothing."""
+    with pytest.raises(ConfigError, match=message):
+        WorkloadRange(**settings)

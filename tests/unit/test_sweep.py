@@ -1,0 +1,177 @@
+"""What a sweep concludes from its times, what it checks against, and the engines it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import zoo
+from snapshots import left_as_found
+
+from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll.tools.beside import beside
+from liveroll.tools.reference import Reference
+from liveroll.tools.sweep import sweep
+from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
+from liveroll.tools.sweep_result import (
+    AUTO,
+    AUTO_PADDED,
+    CONTENDERS,
+    BucketShape,
+    Case,
+    RouteResult,
+    SweepResult,
+    read_sweep,
+    write_sweep,
+)
+from liveroll.tools.workloads import Workload
+
+MODEL = zoo.build("llama")
+PROMPTS = zoo.ragged_prompts(zoo.VOCAB_SIZE, seed=5)
+BUDGET = 6
+GREEDY = SamplingConfig(max_new_tokens=BUDGET, stop_token_ids=())
+TIMES = {
+    "packed": [10.0, 11.0, 30.0],
+    "bucketed": [12.0, 12.5, 12.0],
+    "equal_width": [20.0] * 3,
+    "per_prompt": [50.0] * 3,
+    "ordinary": [13.0] * 3,
+    AUTO: [11.0, 13.2, 13.2],
+    AUTO_PADDED: [12.6, 12.6, 90.0],
+}
+TAKEN = {**{name: name for name in CONTENDERS}, AUTO: "bucketed", AUTO_PADDED: "ordinary"}
+
+
+def case_of(times=TIMES, agreement=1.0):
+    results = {
+        name: RouteResult(10.0, TAKEN[name], list(times[name]), None, 1, 40, 4, 1, agreement) for name in CONTENDERS
+    }
+    buckets = (BucketShape(16, (16, 14)), BucketShape(5, (5,)))
+    return Case("w", (16, 14, 5), 2, buckets, results)
+
+
+def sweep_of(*cases):
+    points = [
+        {"kind": kind, "route": route, "rows": 1, "width": 2, "steps": 0, "ms": 3.0, "predicted_ms": 2.9}
+        for kind in ("prefill", "decode")
+        for route in ("packed", "equal_width", "ordinary")
+    ]
+    return SweepResult({"dtype": "float32"}, {"fixed_ms": 1.0}, points, {"repeats": 3}, list(cases))
+
+
+def test_ratios():
+    """Guards against a best route that may not be taken, a mean that one slow run ruins, and noise called a choice."""
+    case = case_of()
+    assert case.best() == "packed"
+    assert case.best(AUTO_PADDED) == "bucketed"
+    assert case.ratio() == pytest.approx(13.2 / 11.0)
+    assert case.ratio(AUTO_PADDED) == pytest.approx(12.6 / 12.0)
+    assert case.choice_ratio() == pytest.approx(12.0 / 11.0)
+    assert case.choice_ratio(AUTO_PADDED) == pytest.approx(13.0 / 12.0)
+    assert case.tokens_per_second("packed") == pytest.approx(3 * 2 / 11.0 * 1e3)
+
+
+def test_the_summary_is_of_the_worst():
+    """Guards against a regression hidden behind a mean."""
+    good = case_of({**TIMES, AUTO: [10.0] * 3}, agreement=0.75)
+    summary = sweep_of(good, case_of()).summary()
+    assert summary["agreement"] == 0.75
+    assert summary[AUTO]["worst ratio"] == 1.2
+    assert summary[AUTO]["worst regression"] == "20.00%"
+    assert (summary[AUTO]["within 5%"], summary[AUTO]["cases"]) == (1, 2)
+    assert summary[AUTO]["routes taken"] == ["bucketed"]
+    assert sweep_of(good).summary()[AUTO]["worst regression"] == "0.00%"
+    assert not sweep_of(good, case_of()).agrees
+    assert sweep_of(case_of(agreement=None)).agrees
+
+
+def test_a_file_gives_a_sweep_back(tmp_path):
+    """Guards against a report of other times than those measured."""
+    path = tmp_path / "sweep.json"
+    whole = sweep_of(case_of(), case_of(agreement=None))
+    write_sweep(path, whole)
+    assert read_sweep(path) == whole
+
+
+def test_a_file_that_lacks_a_route(tmp_path):
+    """Guards against a comparison with a route missing."""
+    path = tmp_path / "sweep.json"
+    lame = case_of()
+    del lame.results["packed"]
+    whole = sweep_of(case_of())
+    write_sweep(path, whole)
+    path.write_text(path.read_text().replace('"packed": {', '"pakced": {'))
+    with pytest.raises(ConfigError, match="is no sweep that `liveroll sweep` wrote: it lacks 'packed'"):
+        read_sweep(path)
+
+
+def test_charts_of_odd_sweeps():
+    """Guards against a chart that needs six workloads, few buckets, or points of every kind."""
+    lone = dataclasses.replace(case_of(), buckets=tuple(BucketShape(width, (width,)) for width in range(1, 20)))
+    for figure in (draw_times([lone]), draw_buckets([lone] * 4), draw_costs(sweep_of(lone))):
+        figure.draw_without_rendering()
+    empty = dataclasses.replace(sweep_of(lone), points=[])
+    draw_costs(empty).draw_without_rendering()
+
+
+def test_lengths_in_words():
+    """Guards against a title of a hundred numbers."""
+    assert describe_lengths((512, *[16] * 31)) == "1\N{MULTIPLICATION SIGN}512 + 31\N{MULTIPLICATION SIGN}16"
+    assert describe_lengths(tuple(range(16, 513, 16))) == "32 of 16 to 512"
+
+
+def test_the_reference_is_each_prompt_alone():
+    """Guards against checking routes against one of themselves, or against responses that stop early."""
+    with zoo.with_eos(MODEL, zoo.reference(MODEL, PROMPTS[2], max_new_tokens=BUDGET)[1]), left_as_found(MODEL):
+        responses = Reference().of(MODEL, PROMPTS, BUDGET)
+    assert responses == {
+        place: zoo.reference(MODEL, prompt, max_new_tokens=BUDGET) for place, prompt in enumerate(PROMPTS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"), [(None, [4, 0, 2, 1, 3]), (9, [4, 0, 2, 1, 3]), (3, [4, 2, 3]), (2, [4, 3]), (1, [3]), (0, [])]
+)
+def test_prompts_checked_are_spread_over_lengths(count, chosen):
+    """Guards against checking short prompts alone, which are padded most."""
+    prompts = [[0] * length for length in (5, 20, 9, 30, 1)]
+    assert Reference(count)._chosen(prompts) == chosen
+
+
+def test_agreement_counts_tokens():
+    """Guards against a check that a wrong token passes, or that wants more tokens than were generated."""
+    batch = RolloutEngine(MODEL).generate(PROMPTS, GREEDY)
+    right = {place: list(completion.token_ids) for place, completion in enumerate(batch.completions)}
+    assert Reference().agreement(right, batch) == 1.0
+    longer = {place: [*tokens, 1, 2] for place, tokens in right.items()}
+    assert Reference().agreement(longer, batch) == 1.0
+    wrong = {1: [right[1][0] + 1, *right[1][1:]]}
+    assert Reference().agreement(wrong, batch) == 1 - 1 / BUDGET
+    assert len(next(iter(Reference(tokens=2).of(MODEL, PROMPTS[:1], BUDGET).values()))) == 2
+
+
+def test_engines_beside_one_another():
+    """Guards against a second set of pages or captured steps for each route, and against routes mixed up."""
+    engine = RolloutEngine(MODEL, config=RolloutConfig(max_slots=8, max_length=64))
+    first = engine.generate(PROMPTS, GREEDY)
+    captured, held = engine.captures, engine.memory()
+    for route in ("bucketed", "per_prompt", "equal_width", "packed", "ordinary"):
+        other = beside(engine, prefill_route=route)
+        batch = other.generate(PROMPTS, GREEDY)
+        assert batch.stats.route == route
+        assert [c.token_ids for c in batch.completions] == [c.token_ids for c in first.completions]
+        assert (other.captures, other.memory()) == (captured, held)
+    assert engine.generate(PROMPTS, GREEDY).stats.route == "packed"
+    other.shutdown()
+    assert engine.memory().total == 0
+
+
+def test_a_sweep_of_nothing(tmp_path):
+    """Guards against a sweep that ends at once, having compared nothing."""
+    for workloads, budgets, repeats in (
+        ((), (2,), 1),
+        ((Workload("w", (1,)),), (), 1),
+        ((Workload("w", (1,)),), (0,), 1),
+    ):
+        with pytest.raises(ConfigError, match="a sweep needs a workload"):
+            sweep(MODEL, workloads, budgets, tmp_path / "none", repeats=repeats)
