@@ -59,7 +59,7 @@ def main() -> None:
             call = {"rows": count, "configured": "auto", "allowed": ROUTES, "room": room}
 
             def compare(lengths=lengths, budgets=budgets, call=call) -> None:
-                plan_routes(lengths, budgets, **call, costs=costs, geometry=GEOMETRY)
+                plan_routes(lengths, budgets, runs=range(len(lengths)), **call, costs=costs, geometry=GEOMETRY)
 
             parts = {
                 "buckets": lambda lengths=lengths: plan_buckets(lengths, costs, GEOMETRY),

@@ -44,8 +44,8 @@ def make_request(
         logprobs=True,
         pad_token_id=0,
     )
-    tokens = 1000 * (row if kind is None else kind) + np.arange(prompt, dtype=np.int64)
-    return Request(row, row, 0, tokens, (), sampling, (row, 0))
+    group = 1000 * (row if kind is None else kind) + prompt
+    return Request(row, row, 0, group, group + np.arange(prompt, dtype=np.int64), (), sampling, (row, 0))
 
 
 def token_at(row: int, position: int) -> int:

@@ -107,14 +107,17 @@ def make_call(
         check_room(index, length, settings.max_new_tokens, config.max_length, "RolloutConfig.max_length")
     seeds = [seed if settings.seed is None else settings.seed for settings in sampling]
     streams = assign_streams(prompts.prompts, [settings.n for settings in sampling], seeds)
+    first: dict[bytes, int] = {}
     requests: list[Request] = []
     for index, keys in enumerate(streams):
+        group = first.setdefault(prompts.prompts[index].tobytes(), index)
         for sample, stream in enumerate(keys):
             requests.append(
                 Request(
                     row=len(requests),
                     prompt_index=index,
                     sample_index=sample,
+                    group=group,
                     prompt=prompts.prompts[index],
                     padding_ids=prompts.padding_ids[index] if PENALTY_COUNTS_PADDING else (),
                     sampling=sampling[index],

@@ -120,6 +120,7 @@ def _finished(
         row=0,
         prompt_index=index,
         sample_index=sample,
+        group=index,
         prompt=prompts.prompts[index],
         padding_ids=prompts.padding_ids[index],
         sampling=settings,

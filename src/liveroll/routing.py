@@ -61,9 +61,9 @@ class Router:
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""
         first = order_of_admission(call.requests)[: self._config.max_slots]
-        runs: dict[bytes, int] = {}
+        runs: dict[int, int] = {}
         for row, request in enumerate(first):
-            runs.setdefault(request.prompt.tobytes(), row)
+            runs.setdefault(request.group, row)
         return plan_routes(
             [len(request.prompt) for request in first],
             [request.sampling.max_new_tokens for request in first],

@@ -122,6 +122,16 @@ def test_equal_prompts_with_settings_of_their_own():
     assert batch.stats.prefill_tokens == len(prompt)
 
 
+def test_prompts_that_begin_alike():
+    """Guards against prompts taken for equal because one begins with the other, or holds the same tokens."""
+    whole = PROMPTS[3]
+    prompts = [whole, whole[:-1], whole[1:], whole[::-1], whole, [*whole, 5]]
+    batch = engine().generate(prompts, replace(GROUPS, n=2))
+    assert_same(batch, engine(prefill_route="ordinary").generate(prompts, replace(GROUPS, n=2)))
+    assert batch.stats.prefill_tokens == sum(map(len, prompts)) - len(whole)
+    assert batch.stats.shared_tokens == sum(map(len, prompts)) + len(whole)
+
+
 def test_padding_of_their_own():
     """Guards against padding that counts as history in one row and is taken for another's with the same prompt."""
     ids = torch.tensor([[9, 9, 5, 6], [7, 7, 5, 6]])

@@ -74,6 +74,25 @@ def test_samples_are_rows():
     assert obstacles["ordinary"] == "10 rows do not fit 4 slots"
 
 
+@pytest.mark.parametrize("route", ["packed", "bucketed", "equal_width", "per_prompt", "ordinary"])
+def test_samples_share_a_forward(route):
+    """Guards against a plan in which every sample runs its prompt, where only `model.generate` repeats it."""
+    rollouts = engine(prefill_route=route, costs=CHOICES["bucketed"])
+    prompts, sampling = [*PROMPTS, PROMPTS[1]], SamplingConfig(max_new_tokens=3, n=3, temperature=1.0)
+    plan = rollouts.plan(prompts, sampling)
+    stats = rollouts.generate(prompts, sampling).stats
+    assert stats.prefill_routes == {route: len(plan.chosen.forwards)}
+    rows = sorted(row for forward in plan.chosen.forwards for row in forward.indices)
+    if route == "ordinary":
+        assert rows == list(range(18))
+    else:
+        assert [plan.lengths[row] for row in rows] == [len(prompt) for prompt in PROMPTS]
+        alone = rollouts.plan(PROMPTS, SamplingConfig(max_new_tokens=3))
+        for field in ("fixed_ms", "token_ms", "attention_ms", "kv_ms"):
+            assert getattr(plan.chosen, field) == pytest.approx(getattr(alone.chosen, field))
+        assert stats.prefill_tokens - stats.padded_tokens == sum(map(len, PROMPTS))
+
+
 def test_the_rows_admitted_first_are_planned():
     """Guards against a plan of other rows than those that the first prefill runs."""
     budgets = [SamplingConfig(max_new_tokens=budget) for budget in (2, 9, 3, 8, 4)]

@@ -74,8 +74,7 @@ class Drive:
             search_stop=search_stop,
         )
         self.device = FakeDevice(case.page_size)
-        order = [key_of(request) for request in self.requests]
-        self.queue = sorted(self.requests, key=lambda r: (-r.sampling.max_new_tokens, order.index(key_of(r))))
+        self.queue = sorted(self.requests, key=lambda r: (-r.sampling.max_new_tokens, r.group))
         self.running: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.done: Counter[int] = Counter()

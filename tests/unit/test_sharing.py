@@ -105,13 +105,10 @@ def test_samples_that_wait_for_a_slot_need_no_forward(prompt):
 
 
 def test_prompts_are_shared_across_the_call():
-    """Guards against sharing by place: equal prompts with other budgets, and unequal ones with equal beginnings."""
+    """Guards against sharing by place in the call, and against samples with other budgets that are left out."""
     requests = [
-        make_request(0, 6, 3, kind=0),
-        make_request(1, 6, 9, kind=1),
-        make_request(2, 5, 9, kind=0),
-        make_request(3, 6, 9, kind=0),
-        make_request(4, 6, 9, kind=1),
+        make_request(row, 6, budget, kind=kind)
+        for row, (kind, budget) in enumerate([(0, 3), (1, 9), (2, 9), (0, 9), (1, 9)])
     ]
     run = Run(requests, slots=2)
     assert run.run_rows == [3, 1, 2]
@@ -211,8 +208,8 @@ def test_check_sees_damage():
     for damage in (
         lambda sharing, queue: sharing._kept.clear(),
         lambda sharing, queue: queue.pop(),
-        lambda sharing, queue: sharing._kept[0].pages.append(9),
-        lambda sharing, queue: sharing._waiting.subtract([0, 0]),
+        lambda sharing, queue: next(iter(sharing._kept.values())).pages.append(9),
+        lambda sharing, queue: sharing._waiting.subtract([queue[0].group]),
     ):
         scheduler = Scheduler(group(3, 6, 5), slots=1, allocator=PageAllocator(99), page_size=4)
         scheduler.plan()

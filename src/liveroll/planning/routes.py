@@ -24,7 +24,7 @@ class RouteCandidate:
     Attributes:
         route: its name.
         forwards: its prefill forwards: positions of their rows among `RoutePlan.lengths`, and the width that these
-            are padded to, None for packed.
+            are padded to, None for packed. Rows with equal prompts are run as the first of them, but by `ordinary`.
         fixed_ms: what is estimated for launching the forwards, in ms.
         token_ms: for their token positions, padding included, in ms.
         attention_ms: for their attention, in ms.
@@ -151,11 +151,13 @@ def plan_routes(
         if route == "ordinary":
             forwards: tuple[Forward, ...] = (Forward(tuple(range(len(lengths))), max(lengths)),)
             obstacle = obstacle_to_ordinary(lengths, budgets, rows, room, costs.max_tokens)
+            terms = price_forwards(route, forwards, lengths, costs, geometry)
         else:
-            planned = plan_forwards(route, [lengths[row] for row in runs], costs, geometry)
+            lengths_run = [lengths[row] for row in runs]
+            planned = plan_forwards(route, lengths_run, costs, geometry)
+            terms = price_forwards(route, planned, lengths_run, costs, geometry)
             forwards = tuple(Forward(tuple(runs[index] for index in indices), width) for indices, width in planned)
             obstacle = None
-        terms = price_forwards(route, forwards, lengths, costs, geometry)
         candidates[route] = RouteCandidate(
             route=route,
             forwards=forwards,

@@ -19,6 +19,7 @@ class Request:
         row: position in the result.
         prompt_index: position of the prompt in the call.
         sample_index: which of the prompt's samples this is.
+        group: which distinct prompt of the call it has: requests of one group share what is run of it.
         prompt: int64 token ids `[P]`.
         padding_ids: token ids at masked positions of a left-padded batch that belong to the history which the
             repetition penalty sees, where `model.generate` of the installed transformers lets it see them.
@@ -29,7 +30,6 @@ class Request:
         details: what else was asked for of them.
         finish_reason: None while it runs.
         stop: the token id or string that ended it.
-        group: which distinct prompt of the call it has: equal token ids, equal group.
         slot: the row of the running batch, while it runs.
         pages: its KV pages, in order of position.
         borrowed: how many of its pages, the first ones, another request has written; its own prefill leaves them.
@@ -38,6 +38,7 @@ class Request:
     row: int
     prompt_index: int
     sample_index: int
+    group: int
     prompt: np.ndarray
     padding_ids: tuple[int, ...]
     sampling: ResolvedSampling
@@ -48,7 +49,6 @@ class Request:
     details: Details | None = None
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
-    group: int = -1
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     borrowed: int = 0

@@ -51,7 +51,7 @@ class SharedPrompts:
     of that what is needed last; such a prompt is run again for its next request.
 
     Args:
-        requests: all of the call; this sets their `group`.
+        requests: all of the call.
         allocator: the pages of the KV storage.
         page_size: tokens in a page.
     """
@@ -62,9 +62,7 @@ class SharedPrompts:
         self._waiting: Counter[int] = Counter()
         self._kept: dict[int, _Kept] = {}
         self.shared_tokens = 0
-        groups: dict[bytes, int] = {}
         for request in requests:
-            request.group = groups.setdefault(request.prompt.tobytes(), len(groups))
             self.enqueue(request)
 
     def is_ready(self, request: Request) -> bool:

@@ -61,7 +61,8 @@ def run_plan(options: PlanOptions) -> RoutePlan:
         raise ConfigError("give either --prompts or --lengths")
     route = cast(PrefillRoute, options.route)
     config = RolloutConfig(prefill_route=route, max_slots=options.max_slots, costs=options.costs)
-    prompts: list[Any]
+    prompts: list[Any] = []
+    lengths: list[int] = []
     if options.prompts is not None:
         file = read_jobs(options.prompts, options.sampling)
         refuse_bad_lines(options.prompts, file.bad)
@@ -73,10 +74,7 @@ def run_plan(options: PlanOptions) -> RoutePlan:
     from liveroll.engine import RolloutEngine
 
     checkpoint = load_checkpoint(options.model, options.dtype, options.device)
-    if options.prompts is None:
-        # Which tokens they are does not matter to a plan, but that no two prompts are equal: those run as one.
-        vocabulary = checkpoint.model.config.get_text_config().vocab_size
-        prompts = [[row % vocabulary] * length for row, length in enumerate(lengths)]
+    prompts = prompts or _distinct_prompts(lengths, checkpoint.model.config.get_text_config().vocab_size)
     return RolloutEngine(checkpoint.model, checkpoint.tokenizer, config).plan(prompts, sampling)
 
 
@@ -139,6 +137,21 @@ def _read_lengths(text: str) -> list[int]:
     if min(lengths) < 1:
         raise PromptError(f"--lengths holds {min(lengths)}; every prompt needs at least one token")
     return lengths
+
+
+def _distinct_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Prompts of these lengths, no two of them equal: those would share a forward."""
+    before: Counter[int] = Counter()
+    prompts = []
+    for length in lengths:
+        prompt, number = [0] * length, before[length]
+        for place in range(length):
+            number, prompt[place] = divmod(number, vocab_size)
+            if not number:
+                break
+        before[length] += 1
+        prompts.append(prompt)
+    return prompts
 
 
 def _shapes(candidate: RouteCandidate) -> Sequence[tuple[int, int | None]]:
