@@ -33,3 +33,19 @@ def test_same_rows_and_reports(device, keeping):
     assert report.cpu().equal(expected)
     assert set(report[1].tolist()) == set(Outcome)
     assert kept is None or kept.cpu().equal(history)
+
+
+def test_no_stop_tokens(device):
+    """Guards against a step that cannot be compiled where no row has a token to stop at."""
+    from liveroll.kernels.move import move
+
+    numbers = torch.ones(2, len(Column), dtype=torch.int64, device=device)
+    stops = torch.empty(2, 0, dtype=torch.int64, device=device)
+    report = move(
+        numbers,
+        stops,
+        torch.tensor([0], device=device),
+        torch.tensor([5], device=device),
+        torch.zeros(1, device=device),
+    )
+    assert report[:2].tolist() == [[5], [Outcome.SPENT]]

@@ -64,7 +64,7 @@ def move(
     _move[(len(slots),)](
         numbers, stops, slots, tokens, logprobs, numbers if history is None else history, report,
         len(slots), stops.shape[1], 0 if history is None else history.stride(0),
-        COLUMNS=numbers.shape[1], STOPS=triton.next_power_of_2(stops.shape[1]),
+        COLUMNS=numbers.shape[1], STOPS=max(1, triton.next_power_of_2(stops.shape[1])),
         KEPT=history is not None, IN_RESPONSE=IN_RESPONSE,
         TOKEN=int(Column.TOKEN), POSITION=int(Column.POSITION), REMAINING=int(Column.REMAINING), DONE=int(Column.DONE),
         RUNNING=int(Outcome.RUNNING), STOPPED=int(Outcome.STOPPED), SPENT=int(Outcome.SPENT), IDLE=int(Outcome.IDLE),

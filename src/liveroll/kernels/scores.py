@@ -106,7 +106,7 @@ def score(logits: Tensor, state: RowState, slots: Tensor) -> Scores:
         logits.stride(0), state.history.stride(0), width, state.adjusted.shape[1],
         COLUMNS=len(Column), DONE=int(Column.DONE), SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
         REPETITION=int(Setting.REPETITION), PRESENCE=int(Setting.PRESENCE), FREQUENCY=int(Setting.FREQUENCY),
-        IN_RESPONSE=IN_RESPONSE, ADJUSTED=triton.next_power_of_2(state.adjusted.shape[1]),
+        IN_RESPONSE=IN_RESPONSE, ADJUSTED=max(1, triton.next_power_of_2(state.adjusted.shape[1])),
         BLOCKS=blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return Scores(values, tops, sums, counts, found)
