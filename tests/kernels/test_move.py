@@ -41,11 +41,6 @@ def test_no_stop_tokens(device):
 
     numbers = torch.ones(2, len(Column), dtype=torch.int64, device=device)
     stops = torch.empty(2, 0, dtype=torch.int64, device=device)
-    report = move(
-        numbers,
-        stops,
-        torch.tensor([0], device=device),
-        torch.tensor([5], device=device),
-        torch.zeros(1, device=device),
-    )
+    slots, tokens, logprobs = torch.tensor([0]), torch.tensor([5]), torch.zeros(1)
+    report = move(numbers, stops, slots.to(device), tokens.to(device), logprobs.to(device), None)
     assert report[:2].tolist() == [[5], [Outcome.SPENT]]
