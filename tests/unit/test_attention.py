@@ -167,7 +167,26 @@ def test_masks_are_made_once_for_each_window():
     for shape in (full, windowed, full, windowed):
         ours = backend.paged(query[-1:], key[-1:], value[-1:], keys, values, layout, shape.traits, None)
         close(ours[0], attend(query, key, value, shape, None)[-1])
-    assert len(layout.masks) == 2
+    (group,) = layout.groups(4)
+    assert len(group.masks) == 2
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.sampled_from([1, 4, 16]))
+def test_groups_of_like_rows(lengths, page_size):
+    """Guards against rows lost or taken twice, pages of another row, and short rows padded to a long one."""
+    counts = [-(-length // page_size) for length in lengths]
+    table = torch.arange(len(lengths) * 100, dtype=torch.int32).view(-1, 100)
+    layout = PagedLayout(table, torch.tensor(lengths), torch.tensor(lengths), max(lengths) + 7)
+    seen = []
+    for group in layout.groups(page_size):
+        rows = list(range(len(lengths))) if group.rows is None else group.rows.tolist()
+        assert group.lengths.tolist() == [lengths[row] for row in rows]
+        pages = group.pages.view(len(rows), -1)
+        assert pages.shape[1] == max(counts[row] for row in rows) <= 2 * min(counts[row] for row in rows)
+        assert torch.equal(pages, table[rows, : pages.shape[1]])
+        seen += rows
+    assert sorted(seen) == list(range(len(lengths)))
+    assert layout.groups(page_size) is layout.groups(page_size)
 
 
 def test_packed_layout():

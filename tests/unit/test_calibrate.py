@@ -131,7 +131,9 @@ def test_an_engine_measures_once_and_keeps_it(route, folder, small, monkeypatch)
         raise AssertionError("measured again")
 
     monkeypatch.setattr(costs_cache, "calibrate", never)
+    moved = path.rename(folder / "elsewhere")
     first.generate(PROMPTS, SAMPLED)
+    moved.rename(path)
     second = RolloutEngine(MODEL, config=RolloutConfig(prefill_route=route, costs="auto"))
     list(second.stream(PROMPTS, SAMPLED))
     assert second.costs == first.costs

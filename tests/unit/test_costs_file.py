@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_what_is_written_is_read(tmp_path):
         write_costs(path, CostsFile(COSTS, origin, POINTS))
         assert read_costs(path) == CostsFile(COSTS, origin, POINTS)
     assert json.loads(path.read_text("utf-8")).keys() == {"coefficients", "metadata", "points"}
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    """Guards against a file that another process reads half written, and against what a failed write leaves behind."""
+    path = tmp_path / "costs.json"
+    path.mkdir()
+    with pytest.raises(OSError, match=re.escape("costs.json")):
+        save(path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_measurement_that_is_no_number_is_not_written(tmp_path):

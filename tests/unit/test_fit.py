@@ -69,16 +69,14 @@ def test_noise_moves_estimates_no_further_than_itself():
 
 
 def test_small_shapes_count_as_much_as_large_ones():
-    """Guards against a fit of absolute errors, in which a second's noise hides all of a short prefill."""
+    """Guards against a fit of absolute errors, in which what a second is off by hides all of a short prefill."""
 
-    def floored(point: Measurement) -> float:
-        tokens = point.rows * point.width
-        return max(38.0, 8.0 + 0.012 * tokens) if point.kind == "prefill" else exact(point)
+    def uneven(point: Measurement) -> float:
+        return exact(point) * (0.8 if point.rows * point.width > 4000 else 1.0)
 
-    points = points_of(floored)
-    fitted = fit_costs(points, GEOMETRY, None)
-    small = [point for point in points if point.kind == "prefill" and point.rows * point.width <= 600]
-    assert max(abs(error) for error in errors_of(small, fitted, GEOMETRY)) < 0.12
+    fitted = fit_costs(points_of(uneven), GEOMETRY, None)
+    small = [point for point in points_of(exact) if point.kind == "prefill" and point.rows * point.width <= 600]
+    assert max(abs(error) for error in errors_of(small, fitted, GEOMETRY)) < 0.08
 
 
 def test_no_coefficient_is_negative():

@@ -11,7 +11,7 @@ from snapshots import left_as_found
 from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.tools.beside import beside
 from liveroll.tools.reference import Reference
-from liveroll.tools.sweep import sweep
+from liveroll.tools.sweep import changes_for, sweep
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
 from liveroll.tools.sweep_result import (
     AUTO,
@@ -164,6 +164,14 @@ def test_engines_beside_one_another():
     assert engine.generate(PROMPTS, GREEDY).stats.route == "packed"
     other.shutdown()
     assert engine.memory().total == 0
+
+
+def test_what_contenders_may_take():
+    """Guards against a contender that runs the route of another."""
+    configs = {name: RolloutConfig(**{"prefill_route": "auto", **changes_for(name)}) for name in CONTENDERS}
+    assert [config.prefill_route for config in configs.values()] == [*CONTENDERS[:5], "auto", "auto"]
+    assert set(configs[AUTO].auto_routes) == set(CONTENDERS[:5])
+    assert set(configs[AUTO_PADDED].auto_routes) == set(CONTENDERS[:5]) - {"packed"}
 
 
 def test_a_sweep_of_nothing(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Sequences of at least this share of a group's longest join it, so that at most half of a group's scores are padding's.
-_ALIKE = 0.7
+# Least share of a group's longest that its others have. At most half of what a group computes is padding's: of
+# sequences the scores, which grow with the square of a length, and of rows the keys.
+_ALIKE_SEQUENCES, _ALIKE_ROWS = 0.7, 0.5
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,32 @@ class PackedLayout:
         """The sequences in groups of like lengths, for a backend that pads; made once for all layers of a forward."""
         lengths = np.array(self.lengths)
         starts = np.cumsum(lengths) - lengths
-        order = np.argsort(-lengths, kind="stable")
         groups: list[LikeLengths] = []
-        first = 0
-        for end in range(1, len(order) + 1):
-            width = int(lengths[order[first]])
-            if end < len(order) and lengths[order[end]] >= _ALIKE * width:
-                continue
-            members = np.sort(order[first:end])
+        for members in _alike(lengths, _ALIKE_SEQUENCES):
             row = np.repeat(np.arange(len(members)), lengths[members])
             begin = np.cumsum(lengths[members]) - lengths[members]
             column = np.arange(len(row)) - begin[row]
             token = starts[members][row] + column
             moved = torch.from_numpy(np.stack([token, row, column])).to(self.row.device)
-            groups.append(LikeLengths(len(members), width, *moved))
-            first = end
+            groups.append(LikeLengths(len(members), int(lengths[members].max()), *moved))
         return tuple(groups)
+
+
+@dataclass(frozen=True)
+class LikeRows:
+    """Rows of a decode step that are alike in the number of their keys.
+
+    Attributes:
+        rows: `[G]` int64, which rows of the step; None for all of them, in order.
+        pages: `[G * p]` int32, the first pages of each row, enough for the longest of the group.
+        lengths: `[G]` int64 keys of each row.
+        masks: a backend's masks by window, made once for all layers of a forward.
+    """
+
+    rows: Tensor | None
+    pages: Tensor
+    lengths: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,15 +111,43 @@ class PagedLayout:
         lengths: `[B]` int64 keys of each row, the new token included.
         index: `[B]` int64 storage rows that the new tokens go to.
         longest: no row has more keys than this.
-        masks: a backend's masks by window, made once for all layers of a forward.
     """
 
     block_table: Tensor
     lengths: Tensor
     index: Tensor
     longest: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _groups: dict[int, tuple[LikeRows, ...]] = field(default_factory=dict, init=False)
 
-    def pages(self, page_size: int) -> Tensor:
-        """`[B * p]` int32, the first pages of each row, enough for the longest."""
-        return self.block_table[:, : -(-self.longest // page_size)].flatten()
+    def groups(self, page_size: int) -> tuple[LikeRows, ...]:
+        """The rows in groups of like lengths, for a backend that pads; made once for all layers of a forward.
+
+        A device is not asked for lengths, so that there all rows are one group.
+        """
+        if page_size not in self._groups:
+            self._groups[page_size] = tuple(self._group(page_size))
+        return self._groups[page_size]
+
+    def _group(self, page_size: int) -> Iterator[LikeRows]:
+        if self.lengths.device.type != "cpu":
+            pages = -(-self.longest // page_size)
+            yield LikeRows(None, self.block_table[:, :pages].flatten(), self.lengths)
+            return
+        counts = -(-self.lengths.numpy() // page_size)
+        for members in _alike(counts, _ALIKE_ROWS):
+            pages = int(counts[members].max())
+            if len(members) == len(counts):
+                yield LikeRows(None, self.block_table[:, :pages].flatten(), self.lengths)
+            else:
+                rows = torch.from_numpy(members)
+                yield LikeRows(rows, self.block_table[rows, :pages].flatten(), self.lengths[rows])
+
+
+def _alike(lengths: np.ndarray, share: float) -> Iterator[np.ndarray]:
+    """Positions of lengths, ascending, in groups of which each has at least that share of the group's greatest."""
+    order = np.argsort(-lengths, kind="stable")
+    first = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or lengths[order[end]] < share * lengths[order[first]]:
+            yield np.sort(order[first:end])
+            first = end

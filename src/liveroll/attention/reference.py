@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liveroll.attention.layout import LikeLengths, PackedLayout, PagedLayout
+from liveroll.attention.layout import LikeLengths, LikeRows, PackedLayout, PagedLayout
 from liveroll.model.geometry import AttentionTraits
 
 
@@ -53,20 +53,39 @@ class ReferenceAttention:
         """See `AttentionBackend.paged`."""
         for stored, given in ((keys, key), (values, value)):
             stored.flatten(0, 1).index_copy_(0, layout.index, given.to(stored.dtype))
-        rows, size = len(query), keys.shape[1]
-        pages = layout.pages(size)
+        size = keys.shape[1]
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        for group in layout.groups(size):
+            asked = query if group.rows is None else query[group.rows]
+            answered = _attend_pages(asked, keys, values, group, size, traits, sinks)
+            if group.rows is None:
+                return answered
+            output[group.rows] = answered
+        return output
 
-        for window in (None, traits.window):
-            if window not in layout.masks:
-                position = torch.arange(len(pages) // rows * size, device=query.device)
-                layout.masks[window] = _causal(layout.lengths[:, None] - 1, position, window)[:, None]
-        beyond = ~layout.masks[None].view(rows, -1, 1, 1)
 
-        def gather(stored: Tensor) -> Tensor:
-            # What an earlier owner of a page left behind may be NaN or infinite, which no mask can hide.
-            return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:]).masked_fill_(beyond, 0)
+def _attend_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: LikeRows,
+    page_size: int,
+    traits: AttentionTraits,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of one token of each row of a group over the row's pages."""
+    rows, pages = len(query), group.pages
+    for window in (None, traits.window):
+        if window not in group.masks:
+            position = torch.arange(len(pages) // rows * page_size, device=query.device)
+            group.masks[window] = _causal(group.lengths[:, None] - 1, position, window)[:, None]
+    beyond = ~group.masks[None].view(rows, -1, 1, 1)
 
-        return _attend(query[:, None], gather(keys), gather(values), layout.masks[traits.window], traits, sinks)[:, 0]
+    def gather(stored: Tensor) -> Tensor:
+        # What an earlier owner of a page left behind may be NaN or infinite, which no mask can hide.
+        return stored.index_select(0, pages).view(rows, -1, *stored.shape[2:]).masked_fill_(beyond, 0)
+
+    return _attend(query[:, None], gather(keys), gather(values), group.masks[traits.window], traits, sinks)[:, 0]
 
 
 def _spread(packed: Tensor, group: LikeLengths) -> Tensor:

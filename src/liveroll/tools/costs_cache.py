@@ -35,12 +35,9 @@ def find_or_measure(model: PreTrainedModel, config: RolloutConfig) -> CostModel:
     Raises:
         LiverollError: as `calibrate` raises.
     """
-    origin = describe_origin(model, config, ranks=1)
-    path = cache_folder() / _name_of(origin, longest_prompt(model, config), config)
+    path = cache_folder() / _name_of(describe_origin(model, config, ranks=1), longest_prompt(model, config), config)
     try:
-        kept = read_costs(path)
-        if kept.origin == origin:
-            return kept.coefficients
+        return read_costs(path).coefficients
     except ConfigError as error:
         logger.debug("%s", error)
     logger.info("measuring what routes cost for %s", type(model).__name__)

@@ -85,7 +85,7 @@ class Stopwatch:
         return Sample(
             cell=cell,
             repeat=repeat,
-            wall_ms=profile.wall_ms - profile.capture_ms,
+            wall_ms=profile.wall_ms,
             prefill_ms=profile.prefill_ms if on_device is None else on_device,
             decode_ms=profile.decode_ms + profile.scheduling_ms,
         )

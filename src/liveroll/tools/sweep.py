@@ -71,7 +71,7 @@ def sweep(
     base = replace(base, prefill_route="auto", costs=costs, max_length=longest)
     cases: list[Case] = []
     with RolloutEngine(model, config=base) as engine:
-        engines = {name: beside(engine, **_changes(name)) for name in CONTENDERS}
+        engines = {name: beside(engine, **changes_for(name)) for name in CONTENDERS}
         for place, workload in enumerate(workloads):
             prompts = _prompts_of(workload, own, seed=place)
             expected = None if reference is None else reference.of(own, prompts, max(new_tokens))
@@ -111,7 +111,8 @@ def check_lengths(workloads: Sequence[Workload], budget: int, model: PreTrainedM
             )
 
 
-def _changes(contender: str) -> dict[str, Any]:
+def changes_for(contender: str) -> dict[str, Any]:
+    """What a contender's configuration has that the others' have not."""
     if contender == AUTO_PADDED:
         return {"auto_routes": tuple(route for route in MANUAL if route != "packed")}
     return {"prefill_route": contender}
