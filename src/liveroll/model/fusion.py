@@ -60,7 +60,7 @@ class Fusion:
         forwards: list[Forward] = []
         for group, seen in calls.items():
             for index, linear in enumerate(group.linears):
-                if type(linear) is nn.Linear and "forward" not in vars(linear):
+                if type(linear) is nn.Linear:
                     linears.append(linear)
                     forwards.append(_watch(linear, index, seen))
         with replaced_forwards(linears, forwards):
@@ -128,10 +128,12 @@ class Fusion:
 
 
 def _watch(linear: nn.Linear, index: int, seen: list[_Call]) -> Forward:
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
+    own = linear.forward
+
+    def forward(input: Tensor) -> Tensor:
         # The version tells whether the input was changed in place between two layers.
         seen.append((index, input, input._version))
-        return nn.Linear.forward(linear, input)
+        return own(input)
 
     return forward
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from liveroll.model.adjacency import span
-from liveroll.model.projections import Group
+from liveroll.model.projections import Group, does_more
 from liveroll.model.restore import restore_in_full
 
 Forward = Callable[[Tensor], Tensor]
@@ -43,9 +43,8 @@ class SharedProduct:
         self._addresses = self._read_addresses()
 
     def applies(self) -> bool:
-        """Whether the weights are still where they were, and the layers' forwards their own."""
-        own = all("forward" not in vars(linear) for linear in self.linears)
-        return own and self._read_addresses() == self._addresses
+        """Whether the weights are still where they were, and the layers do nothing else."""
+        return self._read_addresses() == self._addresses and not any(map(does_more, self.linears))
 
     def forget(self) -> None:
         """Drop outputs that were not called for."""
@@ -57,7 +56,7 @@ class SharedProduct:
         return [0 if parameter is None else parameter.data_ptr() for parameter in parameters]
 
     def _make_first(self) -> Forward:
-        def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Linear gives it
+        def forward(input: Tensor) -> Tensor:
             outputs = functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
             self._kept = (input, outputs)
             self._next = 1
@@ -69,7 +68,7 @@ class SharedProduct:
         last = index + 1 == len(self.linears)
         linear = cast(nn.Linear, self.linears[index])
 
-        def forward(input: Tensor) -> Tensor:  # noqa: A002
+        def forward(input: Tensor) -> Tensor:
             if self._kept is None or self._next != index or input is not self._kept[0]:
                 return nn.Linear.forward(linear, input)
             output = self._kept[1][index]
@@ -82,14 +81,15 @@ class SharedProduct:
 
 @contextmanager
 def replaced_forwards(modules: Sequence[nn.Module], forwards: Sequence[Forward]) -> Iterator[None]:
-    """Inside, the modules compute something else; none of them may have a forward of its own instance.
-
-    Hooks of the modules run as before.
-    """
+    """Inside, the modules compute something else; their hooks run as before."""
+    before = [(vars(module), vars(module).get("forward")) for module in modules]
 
     def restore() -> None:
-        for module in modules:
-            vars(module).pop("forward", None)
+        for attributes, forward in before:
+            if forward is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = forward
 
     try:
         for module, forward in zip(modules, forwards, strict=True):

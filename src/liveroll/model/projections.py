@@ -74,11 +74,20 @@ def refusal(group: Group, owners: Mapping[int, int]) -> str | None:
         owners: as `count_owners` counts them over the whole model.
     """
     for name, linear in zip(group.names, group.linears, strict=True):
-        if type(linear) is not nn.Linear:
-            return f"{name} is a {type(linear).__name__} and not an nn.Linear"
-        if "forward" in vars(linear):
-            return f"{name} has been given a forward of its own"
+        if more := does_more(linear):
+            return f"{name} {more}"
     return next(_refusals(group, owners), None)
+
+
+def does_more(linear: nn.Module) -> str | None:
+    """What a layer does besides the product of its input and weight."""
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__} and not an nn.Linear"
+    if "forward" in vars(linear):
+        return "has been given a forward of its own"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return "has forward hooks"
+    return None
 
 
 def _refusals(group: Group, owners: Mapping[int, int]) -> Iterator[str]:
