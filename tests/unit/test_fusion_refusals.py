@@ -168,6 +168,16 @@ def test_what_stays_apart(model, change, reason, when):
     assert (MLP in engine.fusion.fused) == (change is not flatten)
 
 
+def test_what_is_captured_depends_on_what_is_fused(model):
+    """Guards against a captured product of layers that are refused now, although no tensor has moved."""
+    engine = fused(model, fuse="auto")
+    check(engine, model, prompts(8))
+    change_input(model)
+    check(engine, model, prompts(8))
+    assert engine.captures == 2
+    assert "fused projections changed from 4" in engine.recapture_reasons[0]
+
+
 def test_weights_of_other_sizes():
     """Guards against parts that begin where training rounds in another way than it did."""
     engine = fused(zoo.build("qwen2", hidden_size=36, num_attention_heads=6, num_key_value_heads=1), fuse="auto")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 
 def lie_together(parameters: Sequence[Tensor]) -> bool:
@@ -38,7 +39,7 @@ def lay_together(parameters: Sequence[Tensor]) -> None:
     for parameter, place in zip(parameters, buffer.split(rows), strict=True):
         place.copy_(parameter)
         # The import makes a storage that begins and ends with the rows, and keeps the buffer.
-        parameter.data = torch.from_dlpack(place)
+        parameter.data = from_dlpack(place)
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ class SharedProduct:
 
     def _make_first(self) -> Forward:
         def forward(input: Tensor) -> Tensor:
-            outputs = functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
+            outputs: tuple[Tensor, ...] = functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
             self._kept = (input, outputs)
             self._next = 1
             return outputs[0]
