@@ -153,20 +153,29 @@ def test_an_error_between_the_projections(model, error, capture):
     check(engine, model, prompts(8))
 
 
-def test_outputs_that_are_not_called_for_are_forgotten(model, monkeypatch):
-    """Guards against a part kept from step to step, or handed out for another input."""
+def test_outputs_are_handed_out_once_for_their_input(model):
+    """Guards against a part that is kept from step to step, handed out twice, or for another input."""
     engine = fused(model, capture=False)
     check(engine, model, prompts(8))
     found = engine._decoder.fusion
-    block, hidden = attention(model), torch.randn(2, 1, 32)
-    expected = [layer(hidden) for layer in projections(model)]
+    product = found._products[next(iter(found._products))]
+    layers, hidden, other = projections(model), torch.randn(2, 1, 32), torch.randn(2, 1, 32)
+    expected = [layer(hidden) for layer in layers]
     with torch.no_grad(), found.in_force():
-        assert torch.allclose(block.q_proj(hidden), expected[0])
-        other = torch.randn(2, 1, 32)
-        assert torch.equal(block.k_proj(other), nn.Linear.forward(block.k_proj, other))
-        assert torch.equal(block.v_proj(hidden), nn.Linear.forward(block.v_proj, hidden))
-        assert torch.allclose(block.k_proj(hidden), expected[1])
-    assert all(product._kept is None for product in found._products.values())
+        query = layers[0](hidden)
+        foreign = layers[1](other)
+        parts = [query, layers[1](hidden)]
+        again = layers[1](hidden)
+        parts.append(layers[2](hidden))
+        assert product._kept is None
+        assert torch.equal(foreign, nn.Linear.forward(layers[1], other))
+        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+        assert again.untyped_storage().data_ptr() != query.untyped_storage().data_ptr()
+        for part, right in zip((*parts, again), (*expected, expected[1]), strict=True):
+            torch.testing.assert_close(part, right)
+        layers[0](hidden)
+        assert product._kept is not None
+    assert product._kept is None
 
 
 def test_fused_projections_of_an_engine_that_must_and_cannot(model):
