@@ -35,7 +35,6 @@ class Fusion:
         self._fuse = fuse
         self._found: dict[Group, str | None] = {}
         self._fresh = False
-        self._made: dict[Group, SharedProduct] = {}
         self._products: dict[Group, SharedProduct] = {}
         self._refused: dict[Group, str] = {}
 
@@ -66,7 +65,6 @@ class Fusion:
         with replaced_forwards(linears, forwards):
             yield
         self._found = {group: _misfit(group, seen) for group, seen in calls.items()}
-        self._made = {group: product for group, product in self._made.items() if group in self._found}
         self._fresh = True
 
     def renew(self, *, moved: bool) -> bool:
@@ -89,7 +87,7 @@ class Fusion:
         if refused and self._fuse is True:
             group, reason = next(iter(refused.items()))
             raise FusionError(f"{group} cannot be fused: {reason}; set fuse='auto' or False to leave them apart")
-        products = {group: self._join(group) for group in self._found if group not in refused}
+        products = {group: _join(group) for group in self._found if group not in refused}
         if refused and refused != self._refused:
             logger.info("%d groups of projections are not fused; engine.fusion says why", len(refused))
         self._products, self._refused, self._fresh = products, refused, False
@@ -113,18 +111,14 @@ class Fusion:
             group, _ = self._products.popitem()
             for kind in ("weight", "bias"):
                 lay_apart(group.parameters(kind))
-        self._fresh = True
 
-    def _join(self, group: Group) -> SharedProduct:
-        for kind in ("weight", "bias"):
-            parameters = group.parameters(kind)
-            if parameters and not lie_together(parameters):
-                lay_together(parameters)
-        if group in self._made:
-            self._made[group].renew(group)
-        else:
-            self._made[group] = SharedProduct(group)
-        return self._made[group]
+
+def _join(group: Group) -> SharedProduct:
+    for kind in ("weight", "bias"):
+        parameters = group.parameters(kind)
+        if parameters and not lie_together(parameters):
+            lay_together(parameters)
+    return SharedProduct(group)
 
 
 def _watch(linear: nn.Linear, index: int, seen: list[_Call]) -> Forward:

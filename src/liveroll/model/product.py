@@ -20,8 +20,7 @@ class SharedProduct:
     """Forwards for the layers of a group: the first computes all outputs, the others hand out theirs.
 
     An output is handed out for the very tensor that the first layer was given, and in the order of the group; whatever
-    a model calls otherwise is computed from the layer's own weight. The forwards stay the same as long as this lives,
-    since compiled code depends on them.
+    a model calls otherwise is computed from the layer's own weight.
 
     Args:
         group: layers whose weights lie together.
@@ -32,10 +31,6 @@ class SharedProduct:
         self.forwards = [self._make_first(), *(self._make_later(i) for i in range(1, len(self.linears)))]
         self._kept: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._next = 0
-        self.renew(group)
-
-    def renew(self, group: Group) -> None:
-        """Take weights and biases where they lie now."""
         weights, biases = group.parameters("weight"), group.parameters("bias")
         self._sizes = [len(weight) for weight in weights]
         self._weight = span(weights)
