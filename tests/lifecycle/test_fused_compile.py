@@ -27,7 +27,7 @@ def traced(monkeypatch):
     return graphs
 
 
-ARCHITECTURES = ("qwen2", "gemma3", "opt", "gpt_oss")
+ARCHITECTURES = ("qwen2", "opt", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in compilable()])
@@ -63,7 +63,7 @@ def count_products(graph):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_by_inductor():
     """Guards against code that reads the parts of a product as if each were contiguous."""
-    model = zoo.build("qwen2")
+    model = zoo.build("qwen2", num_hidden_layers=1)
     engine = fused(model, compile=True, capture=True)
     check(engine, model, prompts(8))
     with torch.no_grad():
