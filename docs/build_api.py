@@ -16,7 +16,7 @@ SECTIONS = {
     "Completions": ("completion", ("Completion",)),
     "Requests and results": (
         "types",
-        ("RolloutRequest", "RolloutBatch", "RolloutStats", "RolloutMemory", "ResolvedSampling"),
+        ("RolloutRequest", "RolloutBatch", "RolloutStats", "RolloutFusion", "RolloutMemory", "ResolvedSampling"),
     ),
     "Profiles": ("profile", ("RolloutProfile",)),
     "Costs": ("planning/costs", ("CostModel",)),
@@ -36,6 +36,7 @@ SECTIONS = {
             "KVMemoryError",
             "CaptureError",
             "CompileError",
+            "FusionError",
             "EngineStateError",
         ),
     ),

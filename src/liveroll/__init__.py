@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         CompileError,
         ConfigError,
         EngineStateError,
+        FusionError,
         KVMemoryError,
         LiverollError,
         LogitsError,
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
     from liveroll.planning.routes import RouteCandidate, RoutePlan
     from liveroll.profile import RolloutProfile
     from liveroll.sampling_config import SamplingConfig
-    from liveroll.types import ResolvedSampling, RolloutBatch, RolloutMemory, RolloutRequest, RolloutStats
+    from liveroll.types import (
+        ResolvedSampling,
+        RolloutBatch,
+        RolloutFusion,
+        RolloutMemory,
+        RolloutRequest,
+        RolloutStats,
+    )
 
 __version__ = "0.1.0"
 
@@ -39,6 +47,7 @@ _HOMES = {
     "Completion": "completion",
     "ResolvedSampling": "types",
     "RolloutBatch": "types",
+    "RolloutFusion": "types",
     "RolloutMemory": "types",
     "RolloutProfile": "profile",
     "RolloutRequest": "types",
@@ -53,6 +62,7 @@ _HOMES = {
     "CompileError": "errors",
     "ConfigError": "errors",
     "EngineStateError": "errors",
+    "FusionError": "errors",
     "KVMemoryError": "errors",
     "LiverollError": "errors",
     "LogitsError": "errors",
@@ -70,6 +80,7 @@ __all__ = [
     "ConfigError",
     "CostModel",
     "EngineStateError",
+    "FusionError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",
@@ -80,6 +91,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
+    "RolloutFusion",
     "RolloutMemory",
     "RolloutProfile",
     "RolloutRequest",

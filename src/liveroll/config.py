@@ -56,6 +56,10 @@ class RolloutConfig:
         compile: whether decode steps go through `torch.compile`, which takes up to a minute once and makes them
             faster; their numbers then differ from eager ones by rounding. `auto` compiles on a GPU, and where it
             fails goes on without and says why in the stats; True makes that an error.
+        fuse: whether the projections of one input (`q_proj`, `k_proj` and `v_proj`; `gate_proj` and `up_proj`) are one
+            product in decode steps. Their parameters are moved side by side at the first call, without a copy; their
+            numbers then differ from those of separate products by rounding. `auto` leaves what cannot be fused, and
+            `engine.fusion` says why; True makes that an error.
         max_captures: captured steps kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
@@ -84,6 +88,7 @@ class RolloutConfig:
     training_mode: bool | None = False
     capture: bool | Literal["auto"] = "auto"
     compile: bool | Literal["auto"] = False
+    fuse: bool | Literal["auto"] = False
     max_captures: int | None = None
     run_ahead: int | None = None
     seed: int = 0
@@ -107,7 +112,7 @@ class RolloutConfig:
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
-        for name in ("capture", "compile"):
+        for name in ("capture", "compile", "fuse"):
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
         check_whole(self, "max_captures", low=1, optional=True)

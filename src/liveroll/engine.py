@@ -35,7 +35,7 @@ from liveroll.scheduling.request import Request
 from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
 from liveroll.timeline import RecordedTimeline, Timeline
-from liveroll.types import RolloutBatch, RolloutMemory
+from liveroll.types import RolloutBatch, RolloutFusion, RolloutMemory
 
 
 class RolloutEngine:
@@ -95,6 +95,7 @@ class RolloutEngine:
             UnsupportedModelError: a model that it does not run exactly.
             KVMemoryError: one row needs more KV memory than allowed.
             CompileError: the decode step must be compiled, and cannot be.
+            FusionError: projections must be fused, and cannot be.
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
@@ -209,6 +210,16 @@ class RolloutEngine:
     def compilations(self) -> list[str]:
         """Why decode steps were compiled, each time they were."""
         return list(self._decoder.forward.compilations)
+
+    @property
+    def fusion(self) -> RolloutFusion:
+        """Which projections are one product in decode steps, as the last call found them."""
+        return self._decoder.fusion.report
+
+    def unfuse(self) -> None:
+        """Give the parameters of fused projections memory of their own again. The next call fuses them anew."""
+        with self._exclusive():
+            self._decoder.fusion.separate()
 
     def memory(self) -> RolloutMemory:
         """Bytes kept between calls."""

@@ -47,6 +47,10 @@ class CompileError(LiverollError):
     """The decode step cannot be compiled; the message says why."""
 
 
+class FusionError(LiverollError):
+    """Projections cannot be fused; the message says which, and why."""
+
+
 class LogitsError(LiverollError):
     """The model's logits are not numbers, so that nothing can be sampled from them."""
 

@@ -58,6 +58,7 @@ class Stage:
             KVMemoryError: the memory allowed cannot hold the longest row.
             CaptureError: the step must be captured, and cannot be.
             CompileError: the model must be compiled, and cannot be.
+            FusionError: projections must be fused, and cannot be.
         """
         stats.timeline.enter("cache")
         shape, dtype = self._probe()
@@ -125,7 +126,8 @@ class Stage:
         modules = tuple(map(id, self._guard.modules))
         key = (device, first.dtype, vocabulary, self._guard.own, autocast_dtype(device), modules)
         if self._probed is None or self._probed[0] != key:
-            shape, dtype = probe(self._model)
+            with self._decoder.fusion.observe():
+                shape, dtype = probe(self._model)
             check_shape(shape, self._guard.own)
             self._probed = (key, shape, dtype)
             self._geometry = counted_geometry(shape, dtype)

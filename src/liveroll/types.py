@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,22 @@ class RolloutStats:
     fallback_reason: str | None = None
     prefill_routes: dict[str, int] = field(default_factory=dict, hash=False)
     profile: RolloutProfile | None = None
+
+
+@dataclass(frozen=True)
+class RolloutFusion:
+    """Projections that decode steps compute as one product, and those that they do not.
+
+    Each is given by the path of the module and the names of its layers, as in
+    `model.layers.0.self_attn: q_proj, k_proj, v_proj`.
+
+    Attributes:
+        fused: those whose parameters lie together.
+        refused: why others do not, in words.
+    """
+
+    fused: tuple[str, ...]
+    refused: Mapping[str, str]
 
 
 @dataclass(frozen=True)

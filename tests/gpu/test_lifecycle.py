@@ -118,3 +118,36 @@ def test_a_step_that_cannot_be_captured():
     assert "layers.1.mlp" in batch.stats.eager_reason
     del inner.forward
     assert tokens(batch) == tokens(RolloutEngine(model).generate(prompts(4), GREEDY))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("capture", [False, True])
+def test_fused_projections(capture, compile):
+    """Guards against products over memory that weights have left, a second copy of them, and parts read as whole."""
+    model = build("qwen2", hidden_size=256, intermediate_size=1024, num_hidden_layers=6).cuda()
+    settings = {"max_slots": 8, "capture": capture, "compile": compile}
+    engine = RolloutEngine(model, config=RolloutConfig(fuse=True, **settings))
+    expected = tokens(RolloutEngine(model, config=RolloutConfig(**settings)).generate(prompts(8), GREEDY))
+    assert tokens(engine.generate(prompts(8), GREEDY)) == expected
+    assert len(engine.fusion.fused) == 12
+    ids = torch.tensor(prompts(8), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    engine.generate(prompts(8), GREEDY)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    apart = tokens(RolloutEngine(model, config=RolloutConfig(capture=False, max_slots=8)).generate(prompts(8), GREEDY))
+    assert tokens(engine.generate(prompts(8), GREEDY)) == apart
+    assert engine.captures == (2 if capture else 0)
+    engine.shutdown()
+    del optimizer
+    model.zero_grad()
+    gc.collect()
+    # Fusing again takes room for one group at a time, and leaves none taken.
+    engine.unfuse()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine._decoder.fusion.renew(moved=True)
+    group = sum(parameter.nbytes for parameter in model.model.layers[0].mlp.parameters())
+    assert torch.cuda.max_memory_allocated() - before <= group + 2**16
+    assert torch.cuda.memory_allocated() - before <= 2**16

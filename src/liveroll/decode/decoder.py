@@ -29,6 +29,7 @@ from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
 from liveroll.model.adapters import adapter_state
 from liveroll.model.forward import autocast_dtype
+from liveroll.model.fusion import Fusion
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
@@ -51,7 +52,9 @@ class Decoder:
         self._model = model
         self._config = config
         self._tp_group = tp_group
-        self.forward = DecodeForward(model, config.compile)
+        self.fusion = Fusion(model, config.fuse)
+        """Runs projections as one product in decode steps."""
+        self.forward = DecodeForward(model, config.compile, self.fusion)
         """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
@@ -123,6 +126,7 @@ class Decoder:
         Raises:
             KVMemoryError: the memory allowed cannot hold the longest row.
             CaptureError: `capture` is True and the model's step cannot be captured.
+            FusionError: `fuse` is True and projections cannot be fused.
         """
         self.wake()
         room = make_room(self._config, self._state, longest, stops, adjusted)
@@ -131,9 +135,15 @@ class Decoder:
         settings["autocast"] = autocast_dtype(self._model.device)
         settings["adapters"] = adapter_state(modules)
         needed = settings["need of hooks"] = self._need_of_hooks(modules)
+        settings["fused projections"] = self.fusion.state
         new = Signature.of(modules, settings)
         old = self._signature
         difference = "the first call" if old is None else old.difference(new, self._model)
+        if self.fusion.renew(moved=difference is not None):
+            settings["fused projections"] = self.fusion.state
+            new = Signature.of(modules, settings)
+            if old is not None:
+                difference = difference or old.difference(new, self._model)
         if any_rank(difference is not None, self._tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             self._begin_anew(shape, dtype, longest, room, reason)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from liveroll.errors import CompileError
 from liveroll.kv.cache import PassingCache
 from liveroll.model.forward import ModelForward
+from liveroll.model.fusion import Fusion
 from liveroll.model.versions import COMPILE_FAILURES, inductor, last_recompile_reason
 
 logger = logging.getLogger("liveroll")
@@ -29,9 +30,11 @@ class DecodeForward:
     Args:
         model: the model.
         compile: whether to; `auto` does on a GPU, and goes on without where it cannot be.
+        fusion: the model's projections that are one product meanwhile.
     """
 
-    def __init__(self, model: PreTrainedModel, compile: bool | Literal["auto"]) -> None:
+    def __init__(self, model: PreTrainedModel, compile: bool | Literal["auto"], fusion: Fusion) -> None:
+        self._fusion = fusion
         self._forward = ModelForward(model)
         self._must = compile is True
         self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -49,14 +52,17 @@ class DecodeForward:
         Raises:
             CompileError: the forward cannot be compiled, and must be.
         """
-        if self._compiled is None:
-            return self._run(tokens, positions)
+        with self._fusion.in_force():
+            return self._run(tokens, positions) if self._compiled is None else self._run_compiled(tokens, positions)
+
+    def _run_compiled(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        assert self._compiled is not None
         tokens, positions = tokens.contiguous(), positions.contiguous()
         if len(tokens) > 1:
             for given in (tokens, positions):
                 torch._dynamo.maybe_mark_dynamic(given, 0)
         try:
-            logits = self._compiled(tokens, positions)
+            logits: Tensor = self._compiled(tokens, positions)
         except COMPILE_FAILURES as error:
             reason = f"the model's forward cannot be compiled: {_first_line(error)}"
             if self._must:

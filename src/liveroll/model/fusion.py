@@ -1,0 +1,143 @@
+"""Which projections of a model are one product in decode steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liveroll.errors import FusionError
+from liveroll.model.adjacency import lay_apart, lay_together, lie_together
+from liveroll.model.product import Forward, SharedProduct, replaced_forwards
+from liveroll.model.projections import Group, count_owners, find_groups, refusal
+from liveroll.model.signature import walk
+from liveroll.types import RolloutFusion
+
+logger = logging.getLogger("liveroll")
+
+_Call = tuple[int, Tensor, int]
+
+
+class Fusion:
+    """Lays the weights of projections together, and runs them as one product where that was asked for.
+
+    Args:
+        model: the model.
+        fuse: whether to; `auto` leaves projections that cannot be fused.
+    """
+
+    def __init__(self, model: PreTrainedModel, fuse: bool | Literal["auto"]) -> None:
+        self._model = model
+        self._fuse = fuse
+        self._found: dict[Group, str | None] = {}
+        self._fresh = False
+        self._products: dict[Group, SharedProduct] = {}
+        self._refused: dict[Group, str] = {}
+
+    @property
+    def report(self) -> RolloutFusion:
+        """What is fused, and what is not and why."""
+        return RolloutFusion(tuple(map(str, self._products)), {str(group): why for group, why in self._refused.items()})
+
+    @property
+    def state(self) -> str:
+        """What a captured step depends on, in a few words."""
+        return f"{len(self._products)} ({hash(tuple(map(str, self._products)))})" if self._products else "none"
+
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Around one forward of the model, watch which layers are given the same input."""
+        if self._fuse is False:
+            yield
+            return
+        calls: dict[Group, list[_Call]] = {group: [] for group in find_groups(self._model)}
+        linears: list[nn.Module] = []
+        forwards: list[Forward] = []
+        for group, seen in calls.items():
+            for index, linear in enumerate(group.linears):
+                if type(linear) is nn.Linear:
+                    linears.append(linear)
+                    forwards.append(_watch(linear, index, seen))
+        with replaced_forwards(linears, forwards):
+            yield
+        self._found = {group: _misfit(group, seen) for group, seen in calls.items()}
+        self._fresh = True
+
+    def renew(self, *, moved: bool) -> bool:
+        """Fuse what can be, if that has to be decided anew.
+
+        Args:
+            moved: parameters or buffers are not where they were the last time.
+
+        Returns:
+            Whether it was decided anew; parameters may then have moved, and others may be fused than before.
+
+        Raises:
+            FusionError: projections must be fused and cannot be; nothing has moved then.
+        """
+        if self._fuse is False or not (moved or self._fresh):
+            return False
+        owners = count_owners(walk(self._model))
+        reasons = {group: refusal(group, owners) or misfit for group, misfit in self._found.items()}
+        refused = {group: reason for group, reason in reasons.items() if reason is not None}
+        if refused and self._fuse is True:
+            group, reason = next(iter(refused.items()))
+            raise FusionError(f"{group} cannot be fused: {reason}; set fuse='auto' or False to leave them apart")
+        products = {group: _join(group) for group in self._found if group not in refused}
+        if refused and refused != self._refused:
+            logger.info("%d groups of projections are not fused; engine.fusion says why", len(refused))
+        self._products, self._refused, self._fresh = products, refused, False
+        return True
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside, fused projections are computed as one product."""
+        products = [product for product in self._products.values() if product.applies()]
+        linears = [linear for product in products for linear in product.linears]
+        try:
+            with replaced_forwards(linears, [forward for product in products for forward in product.forwards]):
+                yield
+        finally:
+            for product in products:
+                product.forget()
+
+    def separate(self) -> None:
+        """Give the parameters of fused projections memory of their own again; the next call fuses anew."""
+        while self._products:
+            group, _ = self._products.popitem()
+            for kind in ("weight", "bias"):
+                lay_apart(group.parameters(kind))
+
+
+def _join(group: Group) -> SharedProduct:
+    for kind in ("weight", "bias"):
+        parameters = group.parameters(kind)
+        if parameters and not lie_together(parameters):
+            lay_together(parameters)
+    return SharedProduct(group)
+
+
+def _watch(linear: nn.Linear, index: int, seen: list[_Call]) -> Forward:
+    own = linear.forward
+
+    def forward(input: Tensor) -> Tensor:
+        # The version tells whether the input was changed in place between two layers.
+        seen.append((index, input, input._version))
+        return own(input)
+
+    return forward
+
+
+def _misfit(group: Group, seen: Sequence[_Call]) -> str | None:
+    """Why the calls that were seen in a forward are not those of one product."""
+    names = [group.names[index] for index, _, _ in seen]
+    if names != list(group.names):
+        return f"a forward of the model called {', '.join(names) or 'none of them'}"
+    first = seen[0]
+    if any(given is not first[1] or version != first[2] for _, given, version in seen):
+        return "they are not given the same input"
+    return None
