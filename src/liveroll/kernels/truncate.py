@@ -190,7 +190,8 @@ def _search(scores, ids, count, listed, low, high, lowest, above, goal, top, MAS
     return reached
 
 
-@triton.jit(do_not_specialize=["rows"])
+# Triton 3.6 fails on a loop that it knows to be dead, as the last one is if a constant says that a row has one score.
+@triton.jit(do_not_specialize=["width", "rows"])
 def _select(
     scores, tops, sums, counts, partial, found, ids, bounds, edges, slots, numbers, settings, width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr, LEAST: tl.constexpr,
