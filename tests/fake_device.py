@@ -26,8 +26,13 @@ def make_request(
     kind: int | None = None,
     stop_token_ids: tuple[int, ...] = (),
     stop: tuple[str, ...] = (),
+    given: tuple[int, ...] = (),
 ) -> Request:
-    """Make a greedy request with at most `budget` new tokens; prompts of one kind and length are equal."""
+    """Make a greedy request with a prompt of `prompt` tokens and a response of at most `budget` sampled ones.
+
+    Prompts of one kind and length are equal. `given` are the first response tokens: 1 for each that was sampled
+    before, 0 for each that was forced.
+    """
     sampling = ResolvedSampling(
         max_new_tokens=budget,
         min_new_tokens=0,
@@ -45,7 +50,12 @@ def make_request(
         pad_token_id=0,
     )
     group = 1000 * (row if kind is None else kind) + prompt
-    return Request(row, row, 0, group, group + np.arange(prompt, dtype=np.int64), (), sampling, (row, 0))
+    mask, tokens = np.array(given, np.uint8), group + np.arange(prompt, dtype=np.int64)
+    request = Request(row, row, 0, group, tokens, (), sampling, (row, 0), given_mask=mask)
+    places = range(prompt, prompt + len(given))
+    request.tokens = np.array([token_at(row, position) for position in places], np.int64)
+    request.logprobs = np.array([logprob_at(row, position) for position in places], np.float32)
+    return request
 
 
 def token_at(row: int, position: int) -> int:
@@ -58,11 +68,10 @@ def logprob_at(row: int, position: int) -> np.float32:
 
 
 def search_stop(request: Request, tokens: np.ndarray) -> str | None:
-    """The stop string of a request that begins first in its response, one letter a token."""
+    """The stop string of a request that its last token completes and that begins first, one letter a token."""
     assert request.sampling.stop, "a request without stop strings was searched"
     text = "".join(LETTERS[token] for token in tokens)
-    found = [(text.index(string), string) for string in request.sampling.stop if string in text]
-    return min(found)[1] if found else None
+    return max((string for string in request.sampling.stop if text.endswith(string)), key=len, default=None)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ class Ending:
 def ending_of(request: Request) -> Ending:
     """What a request must come to, found by reading its known tokens one by one."""
     sampling, start = request.sampling, len(request.prompt)
-    tokens: list[int] = []
+    tokens = [token_at(request.row, start + index) for index in range(len(request.given_mask))]
+    forced = request.given_mask.tolist().count(0)
     reason: FinishReason | None = None
     stop: int | str | None = None
     while reason is None:
@@ -93,7 +103,7 @@ def ending_of(request: Request) -> Ending:
             reason, stop = "stop", found
         elif tokens[-1] in sampling.stop_token_ids:
             reason, stop = "stop", tokens[-1]
-        elif len(tokens) == sampling.max_new_tokens:
+        elif len(tokens) - forced == sampling.max_new_tokens:
             reason = "length"
     logprobs = [float(logprob_at(request.row, start + index)) for index in range(len(tokens))]
     return Ending(tokens, logprobs, reason, stop)
@@ -161,8 +171,7 @@ class FakeDevice:
 
     def _admit(self, request: Request) -> tuple[int, Outcome, np.float32]:
         assert request.slot is not None
-        remaining = request.sampling.max_new_tokens - len(request.tokens)
-        row = self._rows[request.slot] = _Row(request, len(request.context) - 1, remaining)
+        row = self._rows[request.slot] = _Row(request, len(request.context) - 1, request.left)
         return self._advance(row)
 
     def _decode(self, slot: int, plan: DecodeStep) -> tuple[int, Outcome, np.float32]:

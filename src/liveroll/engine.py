@@ -1,9 +1,8 @@
-"""The rollout engine: the façade, and the loop `plan → run → commit` that every rollout is."""
+"""The rollout engine: the façade over one model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -14,25 +13,23 @@ from transformers import PreTrainedModel
 from liveroll.call import Call
 from liveroll.completion import Completion
 from liveroll.config import RolloutConfig, check_config
+from liveroll.cutoff import Cutoff, Limits
 from liveroll.decode.decoder import Decoder
-from liveroll.decode.sampler import Variant
 from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.intake import Intake, Sampling
+from liveroll.loop import RolloutLoop
 from liveroll.model.capability import check_model
 from liveroll.model.guard import ModelGuard
 from liveroll.model.unwrap import unwrap
-from liveroll.ordinary import run_ordinary
+from liveroll.occupancy import Occupancy
 from liveroll.planning.costs import CostModel
 from liveroll.planning.routes import RoutePlan
 from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
 from liveroll.results import make_batch, make_completion
 from liveroll.routing import Router
-from liveroll.scheduling.details import Wanted
-from liveroll.scheduling.plan import Wait
-from liveroll.scheduling.request import Request
-from liveroll.stage import Stage
+from liveroll.starts import ContinueFrom, ResponsePrefix
 from liveroll.stats import StatsRecorder
 from liveroll.timeline import RecordedTimeline, Timeline
 from liveroll.types import RolloutBatch, RolloutFusion, RolloutMemory
@@ -67,6 +64,7 @@ class RolloutEngine:
         self.tokenizer = check_tokenizer(tokenizer)
         if tp_group is not None and not isinstance(tp_group, ProcessGroup):
             raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(tp_group).__name__}")
+        self._tp_group = tp_group
         self._model: PreTrainedModel = unwrap(model)
         self._refusal: UnsupportedModelError | None = None
         try:
@@ -78,19 +76,38 @@ class RolloutEngine:
         self._router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
         self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
         self._decoder = Decoder(self._model, self.config, tp_group)
-        self._stage = Stage(self._model, self.config, self._guard, self._decoder, self._router)
-        self._claim: object = None
+        self._loop = RolloutLoop(self._model, self.config, self._guard, self._decoder, self._router)
+        self._occupancy = Occupancy()
 
-    def generate(self, prompts: Prompts, sampling: Sampling | None = None) -> RolloutBatch:
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling: Sampling | None = None,
+        *,
+        continue_from: ContinueFrom | None = None,
+        response_prefix: ResponsePrefix | None = None,
+        max_seconds: float | None = None,
+        max_total_tokens: int | None = None,
+    ) -> RolloutBatch:
         """Generate for prompts and return all completions.
 
         Args:
-            prompts: token-id lists, strings, chat message lists, or a left-padded `RolloutRequest`.
-            sampling: settings for all prompts, or a list with one for each; None inherits everything.
+            prompts: token-id lists, strings, chat message lists, or a left-padded `RolloutRequest`; may be left out
+                where there are completions to continue.
+            sampling: settings for all prompts, or a list with one for each, those of `continue_from` first; None
+                inherits everything.
+            continue_from: completions of earlier calls to go on with, as a batch or a list. Those that ended by a stop,
+                or have spent `max_new_tokens`, are passed through. In a list, completions beside each other with one
+                prompt, one prompt index and ascending sample indices are samples of one prompt.
+            response_prefix: text or token ids that the responses to `prompts` are forced to begin with: one for all,
+                or a list with one (or None) for each.
+            max_seconds: wall time of the call. After the step in which it is over, completions that have not
+                ended are returned as they are, those never begun empty, with finish reason `aborted`.
+            max_total_tokens: tokens sampled in the call, over all rows; likewise. The last step is taken in whole.
 
         Raises:
             ConfigError: settings that exclude one another, or that transformers refuses.
-            PromptError: a prompt that cannot be generated from.
+            PromptError: a prompt that cannot be generated from, or a completion that cannot be continued.
             UnsupportedGenerationError: settings that the engine does not do exactly.
             UnsupportedModelError: a model that it does not run exactly.
             KVMemoryError: one row needs more KV memory than allowed.
@@ -99,73 +116,106 @@ class RolloutEngine:
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
-        with self._exclusive():
+        limits = self._limits(max_seconds, max_total_tokens)
+        with self._occupancy.claim() as claim:
             self._settle_costs()
             timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
             stats = StatsRecorder(timeline, self.config.max_slots)
-            batch, settings = self._intake.read(prompts, sampling)
+            given = self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
             try:
                 if self._refusal is not None:
                     raise self._refusal
-                call = self._intake.open(batch, settings)
+                call = self._intake.open(given)
+                claim.cutoff = Cutoff(call.requests, limits)
                 timeline.enter("planning")
-                ordinary = self._stage.takes_ordinary(call)
+                ordinary = self._loop.takes_ordinary(call)
                 timeline.enter("intake")
                 with (
-                    self._rollout_mode(ordinary),
+                    self._loop.mode(ordinary),
                     completion_progress(len(call.requests), self.config.progress) as tick,
                 ):
-                    for finished in self._steps(call, ordinary, stats):
+                    for finished in self._loop.run(call, ordinary, claim.cutoff, stats):
                         tick(finished)
                     timeline.enter("postprocessing")
             except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
-                self._allow_fallback(refusal)
+                claim.cutoff = None
+                self._allow_fallback(refusal, plain=given.all_new and limits == Limits())
                 timeline.enter("decode")
                 with self._guard.rollout():
                     call = run_fallback(
                         self._model,
-                        batch,
-                        settings,
+                        given.prompts,
+                        given.sampling,
                         self._intake.next_seed(),
                         self.tokenizer,
                         self._intake.vocabulary.sampled_size,
                     )
                 timeline.enter("postprocessing")
                 stats.record_fallback(str(refusal))
-            finish = partial(stats.finish, len(batch.prompts), call.requests, self._decoder.kv_bytes)
-            return make_batch(call.requests, batch, call.sampling, finish, self.tokenizer, self._model.device)
+            finish = partial(stats.finish, len(given.prompts.prompts), call.requests, self._decoder.kv_bytes)
+            return make_batch(call.requests, given.prompts, call.sampling, finish, self.tokenizer, self._model.device)
 
-    def stream(self, prompts: Prompts, sampling: Sampling | None = None) -> Iterator[Completion]:
+    def stream(
+        self,
+        prompts: Prompts | None = None,
+        sampling: Sampling | None = None,
+        *,
+        continue_from: ContinueFrom | None = None,
+        response_prefix: ResponsePrefix | None = None,
+        max_seconds: float | None = None,
+        max_total_tokens: int | None = None,
+    ) -> Iterator[Completion]:
         """Generate for prompts and yield each completion as it finishes.
 
-        While the caller holds a completion the model is as the trainer left it. The weights must not change
-        before the stream ends, since the keys and values of running rows were computed with them. Until then
-        the engine takes no other call; closing the stream drops the rows that are still running.
+        Everything is checked at once, and runs while the stream is read. While the caller holds a completion the
+        model is as the trainer left it. The weights must not change before the stream ends, since the keys and
+        values of running rows were computed with them. Until then the engine takes no other call; closing the
+        stream drops the rows that are still running.
 
         Args:
-            prompts: as for `generate`.
-            sampling: as for `generate`.
+            prompts: this and all else as for `generate`.
+            sampling: as there.
+            continue_from: as there.
+            response_prefix: as there.
+            max_seconds: as there, from the first completion asked for; the caller's own time counts too.
+            max_total_tokens: as there.
 
         Raises:
             UnsupportedModelError: also where the configuration allows the fallback, which cannot stream.
             LiverollError: whatever `generate` raises.
         """
-        with self._exclusive() as claim:
+        limits = self._limits(max_seconds, max_total_tokens)
+        with self._occupancy.claim():
             if self._refusal is not None:
                 raise self._refusal
             self._settle_costs()
-            call = self._intake.open(*self._intake.read(prompts, sampling))
-            ordinary = self._stage.takes_ordinary(call)
-            steps = self._steps(call, ordinary, StatsRecorder(Timeline(), self.config.max_slots))
-            while True:
-                with self._rollout_mode(ordinary):
-                    finished = next(steps, None)
-                if finished is None:
-                    return
-                for request in finished:
-                    yield make_completion(request, self.tokenizer)
-                    if self._claim is not claim:
-                        raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
+            call = self._intake.open(
+                self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
+            )
+        return self._stream(call, limits)
+
+    def abort(self, prompt_index: int, sample_index: int | None = None) -> int:
+        """End samples of the call that is running; each comes back with the tokens it has, its reason `aborted`.
+
+        It is for whoever reads a stream, for a hook or callback inside a call, and for other threads. The samples end
+        before the next step, and their slots and pages are free for others. Steps that were launched by then are
+        dropped. Ranks of a `tp_group` must all abort the same samples at the same point of a stream.
+
+        Args:
+            prompt_index: the prompt.
+            sample_index: one of its samples; None for all of them.
+
+        Returns:
+            How many of them had not ended.
+
+        Raises:
+            EngineStateError: no call is running, or one that `model.generate` does as the fallback.
+            PromptError: the call has no such prompt or sample.
+        """
+        cutoff = self._occupancy.cutoff
+        if cutoff is None:
+            raise EngineStateError("there is nothing to abort: no call is running")
+        return cutoff.abort(prompt_index, sample_index)
 
     def plan(self, prompts: Prompts, sampling: Sampling | None = None) -> RoutePlan:
         """Explain by which route `generate` would take a call, and what each route is estimated to cost.
@@ -181,10 +231,10 @@ class RolloutEngine:
             ConfigError: also where the model's configuration does not give the shape of its layers.
             LiverollError: whatever `generate` raises before it runs anything.
         """
-        with self._exclusive():
+        with self._occupancy.claim():
             if self._refusal is not None:
                 raise self._refusal
-            return self._stage.plan(self._intake.draft(*self._intake.read(prompts, sampling)))
+            return self._loop.plan(self._intake.draft(self._intake.read(prompts, sampling)))
 
     @property
     def costs(self) -> CostModel:
@@ -218,7 +268,7 @@ class RolloutEngine:
 
     def unfuse(self) -> None:
         """Give the parameters of fused projections memory of their own again. The next call fuses them anew."""
-        with self._exclusive():
+        with self._occupancy.claim():
             self._decoder.fusion.separate()
 
     def memory(self) -> RolloutMemory:
@@ -231,7 +281,7 @@ class RolloutEngine:
 
     def release(self) -> None:
         """Free the KV pages and the captured steps. The next call makes them again."""
-        with self._exclusive():
+        with self._occupancy.claim():
             self._decoder.release()
 
     def sleep(self) -> bool:
@@ -243,7 +293,7 @@ class RolloutEngine:
         Returns:
             Whether the captured steps were kept.
         """
-        with self._exclusive():
+        with self._occupancy.claim():
             return self._decoder.sleep()
 
     def wake(self) -> None:
@@ -252,7 +302,7 @@ class RolloutEngine:
         Raises:
             KVMemoryError: the memory is not free any more.
         """
-        with self._exclusive():
+        with self._occupancy.claim():
             self._decoder.wake()
 
     def shutdown(self) -> None:
@@ -265,61 +315,41 @@ class RolloutEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._claim = None
+        self._occupancy.end()
         self.shutdown()
 
-    def _steps(self, call: Call, ordinary: bool, stats: StatsRecorder) -> Iterator[list[Request]]:
-        """Run a call; after each step, the requests that it finished."""
-        if ordinary:
-            yield from self._ordinary_chunks(call, stats)
-            return
-        scheduler, runner = self._stage.set_up(call, stats)
-        stats.timeline.enter("scheduling")
-        while (plan := scheduler.plan()) is not None:
-            waiting = isinstance(plan, Wait)
-            if not isinstance(plan, Wait):
-                runner.launch(plan)
-            for done, result in runner.collect(everything=waiting):
-                stats.timeline.enter("scheduling")
-                yield scheduler.commit(done, result)
-            stats.timeline.enter("scheduling")
-
-    def _ordinary_chunks(self, call: Call, stats: StatsRecorder) -> Iterator[list[Request]]:
-        variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
-        search = None if call.stop_strings is None else call.stop_strings.search
-        for start in range(0, len(call.requests), self.config.max_slots):
-            chunk = list(call.requests[start : start + self.config.max_slots])
-            counts = run_ordinary(
-                self._model, chunk, variant, search, stats.timeline, wanted=wanted, sampled_size=call.sampled_size
-            )
-            stats.record_chunk(counts)
-            yield chunk
+    def _stream(self, call: Call, limits: Limits) -> Iterator[Completion]:
+        with self._occupancy.claim() as claim:
+            claim.cutoff = Cutoff(call.requests, limits)
+            ordinary = self._loop.takes_ordinary(call)
+            steps = self._loop.run(call, ordinary, claim.cutoff, StatsRecorder(Timeline(), self.config.max_slots))
+            while True:
+                with self._loop.mode(ordinary):
+                    finished = next(steps, None)
+                if finished is None:
+                    return
+                for request in finished:
+                    yield make_completion(request, call.prompts, self.tokenizer)
+                    if not self._occupancy.holds(claim):
+                        raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
 
     def _settle_costs(self) -> None:
         if self._refusal is None:
             self._router.settle()
 
-    @contextmanager
-    def _rollout_mode(self, ordinary: bool) -> Iterator[None]:
-        with self._guard.rollout():
-            if ordinary:
-                yield
-            else:
-                with self._guard.our_attention():
-                    yield
+    def _limits(self, max_seconds: float | None, max_total_tokens: int | None) -> Limits:
+        if max_seconds is not None and self._tp_group is not None:
+            raise ConfigError("max_seconds would end the call at another step on each rank; give max_total_tokens")
+        return Limits(max_seconds, max_total_tokens)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[object]:
-        if self._claim is not None:
-            raise EngineStateError("this engine is running, or a stream of it is still open; exhaust or close it first")
-        claim = self._claim = object()
-        try:
-            yield claim
-        finally:
-            if self._claim is claim:
-                self._claim = None
-
-    def _allow_fallback(self, refusal: UnsupportedModelError | UnsupportedGenerationError) -> None:
-        """Raise a refusal again unless the call may go to `model.generate` instead."""
+    def _allow_fallback(
+        self, refusal: UnsupportedModelError | UnsupportedGenerationError, *, plain: bool = True
+    ) -> None:
+        """Raise a refusal again unless the call may go to `model.generate` instead, which can do plain calls only."""
         if self.config.fallback == "error" or not refusal.generates:
             raise refusal
+        if not plain:
+            raise type(refusal)(
+                f"{refusal}; and the fallback, model.generate, knows neither response_prefix nor continue_from nor "
+                "limits of a call"
+            ) from refusal

@@ -154,6 +154,7 @@ def _placeholder(model: PreTrainedModel, settings: SamplingConfig, pad: int) -> 
         repetition_penalty=1.0,
         stop_token_ids=ends if settings.stop_token_ids is None else settings.stop_token_ids,
         stop=tuple(settings.stop) or ((strings,) if isinstance(strings, str) else tuple(strings)),
+        include_stop=settings.include_stop,
         seed=settings.seed,
         logprobs=False,
         pad_token_id=pad,

@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from liveroll.call import Call, make_call, spread_sampling
 from liveroll.config import RolloutConfig
+from liveroll.errors import ConfigError
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
+from liveroll.starts import ContinueFrom, ResponsePrefix, Start, join, read_completions, read_prefixes
 from liveroll.streams import call_seed
 from liveroll.vocabulary import Vocabulary
 
 Sampling = SamplingConfig | Sequence[SamplingConfig]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call was given, read and not resolved yet.
+
+    Attributes:
+        prompts: the prompts, those of completions to be continued first.
+        sampling: the settings of each.
+        starts: what there is of each one's responses.
+    """
+
+    prompts: PromptBatch
+    sampling: tuple[SamplingConfig, ...]
+    starts: tuple[Start, ...]
+
+    @property
+    def all_new(self) -> bool:
+        """Whether nothing is there of any response."""
+        return not any(start.continued or start.prefix for start in self.starts)
 
 
 class Intake:
@@ -37,29 +60,47 @@ class Intake:
         self.vocabulary = Vocabulary(model, tokenizer, padded=config.sample_padded_vocabulary)
         self._calls = 0
 
-    def read(self, prompts: Prompts, sampling: Sampling | None) -> tuple[PromptBatch, list[SamplingConfig]]:
-        """Token ids of the prompts, and the settings of each."""
-        batch = read_prompts(
-            prompts,
-            tokenizer=self._tokenizer,
-            pad_token_id=padding_token(self._model, self._tokenizer),
-            vocab_size=self.vocabulary.size,
-        )
-        return batch, spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
+    def read(
+        self,
+        prompts: Prompts | None,
+        sampling: Sampling | None,
+        *,
+        continue_from: ContinueFrom | None = None,
+        response_prefix: ResponsePrefix | None = None,
+    ) -> Given:
+        """Token ids of the prompts, the settings of each, and what there is of their responses."""
+        pad = padding_token(self._model, self._tokenizer)
+        vocab_size = self.vocabulary.size
+        batches: list[PromptBatch] = []
+        starts: tuple[Start, ...] = ()
+        if continue_from is not None:
+            continued, starts = read_completions(continue_from, pad_token_id=pad, vocab_size=vocab_size)
+            batches += [] if continued is None else [continued]
+        if prompts is not None or not batches:
+            new = read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size)
+            batches.append(new)
+            starts += read_prefixes(response_prefix, len(new.prompts), self._tokenizer, vocab_size)
+        elif response_prefix is not None:
+            raise ConfigError("response_prefix begins responses to new prompts; a completion is extended by its extend")
+        batch = join(batches, pad)
+        settings = spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
+        return Given(batch, tuple(settings), starts)
 
-    def open(self, prompts: PromptBatch, settings: Sequence[SamplingConfig]) -> Call:
+    def open(self, given: Given) -> Call:
         """A call with resolved settings, its lengths checked. A call that is refused uses no seed up."""
-        call = self.draft(prompts, settings)
+        call = self.draft(given)
         self._calls += 1
         return call
 
-    def draft(self, prompts: PromptBatch, settings: Sequence[SamplingConfig]) -> Call:
+    def draft(self, given: Given) -> Call:
         """The call that `open` would make. It uses no seed up, so it is not to be run."""
-        resolved = self._resolver.resolve(settings, prompts, padding_token(self._model, self._tokenizer))
+        pad = padding_token(self._model, self._tokenizer)
+        resolved = self._resolver.resolve(given.sampling, given.prompts, pad)
         self.vocabulary.check(resolved)
         return make_call(
-            prompts,
+            given.prompts,
             resolved,
+            given.starts,
             config=self._config,
             max_tokens=self._max_tokens,
             max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from liveroll.call import Call
+from liveroll.cutoff import Cutoff
 from liveroll.decode.adjustments import most_adjusted
 from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
@@ -24,7 +26,7 @@ from liveroll.decode.state import Column, RowState
 from liveroll.errors import LogitsError
 from liveroll.model.generation import to_generation_config
 from liveroll.model.versions import prepared_for_generate
-from liveroll.scheduling.details import NOTHING, Wanted
+from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.plan import Outcome
 from liveroll.scheduling.request import Request, logits_complaint
 from liveroll.scheduling.scheduler import StopSearch
@@ -61,7 +63,7 @@ class _Sampling(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row when its budget is spent, or at a stop token or string."""
+    """Ends a row when its budget is spent, at a stop token or string, or when the call cuts it off."""
 
     def __init__(
         self,
@@ -69,59 +71,99 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
         sampling: _Sampling,
         requests: Sequence[Request],
         search: StopSearch | None,
+        cutoff: Cutoff,
+        sampled: int,
         timeline: Timeline,
     ) -> None:
         self._state = state
         self._timeline = timeline
         self._sampling = sampling
         self._search = search
-        self._watched = [(row, r) for row, r in enumerate(requests) if r.sampling.stop]
+        self._cutoff = cutoff
+        self._sampled = sampled
+        self._requests = requests
+        self._texts = {row: request.tokens.tolist() for row, request in enumerate(requests) if request.sampling.stop}
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if len(self._sampling.reports) == 1:
             self._timeline.launched()
             self._timeline.wait()
             self._timeline.launch("decode")
-        if self._watched and self._search is not None:
-            reports = torch.stack([report[:2] for report in self._sampling.reports], dim=1).cpu().numpy()
-            tokens, outcomes = reports.astype(np.int64)
-            for row, request in self._watched:
-                live = outcomes[-1, row] != Outcome.IDLE
-                if live and (found := self._search(request, tokens[:, row])):
-                    request.stop = found
-                    self._state.numbers[row, Column.REMAINING] = 0
+        if not (self._texts or self._cutoff.counts_tokens):
+            self._sampled += 1  # that there are some is all that matters
+        else:
+            tokens, outcomes = self._sampling.reports[-1][:2].cpu().numpy()
+            live = outcomes != Outcome.IDLE
+            self._sampled += int(live.sum())
+            for row in [row for row in self._texts if live[row]]:
+                self._texts[row].append(int(tokens[row]))
+                self._look_for_stop(row)
+        for request in self._cutoff.due(self._sampled):
+            if request.slot is None:
+                request.finish_reason = "aborted"
+            else:
+                self._end(request.slot)
         return self._state.numbers[: self._state.slots, Column.REMAINING] <= 0
+
+    def _look_for_stop(self, row: int) -> None:
+        request = self._requests[row]
+        if self._search is not None and (found := self._search(request, np.array(self._texts[row]))):
+            request.stop = found
+            self._end(row)
+
+    def _end(self, row: int) -> None:
+        self._state.numbers[row, Column.REMAINING] = 0
 
 
 def run_ordinary(
     model: PreTrainedModel,
-    requests: Sequence[Request],
-    variant: Variant,
-    search: StopSearch | None,
+    call: Call,
+    slots: int,
+    cutoff: Cutoff,
     timeline: Timeline,
-    *,
-    wanted: Wanted = NOTHING,
-    sampled_size: int | None = None,
-) -> OrdinaryCounts:
-    """Generate for one chunk of requests and finish them all.
+    record: Callable[[OrdinaryCounts], None],
+) -> Iterator[list[Request]]:
+    """Generate for the unfinished requests of a call, one chunk after the other; the requests that each finished.
 
     Args:
-        model: in rollout mode, with its own attention.
-        requests: at most as many as fit one batch.
-        variant: how much of sampling to run.
-        search: finds stop strings.
+        model: in rollout mode, with its own attention, whenever the iterator is advanced.
+        call: the call.
+        slots: requests in a chunk, at most.
+        cutoff: what ends rows before their time.
         timeline: of the call.
-        wanted: what to tell of each token besides its log-probability.
-        sampled_size: ids below this may be sampled; all of them if None.
+        record: takes what each chunk ran.
     """
+    sampled = 0
+    while waiting := call.unfinished:
+        if due := cutoff.due(sampled):
+            for request in due:
+                request.finish_reason = "aborted"
+            yield due
+            continue
+        chunk = waiting[:slots]
+        record(_run_chunk(model, call, chunk, cutoff, sampled, timeline))
+        sampled += sum(request.new for request in chunk)
+        yield [request for request in waiting if request.finish_reason is not None]
+
+
+def _run_chunk(
+    model: PreTrainedModel,
+    call: Call,
+    requests: Sequence[Request],
+    cutoff: Cutoff,
+    sampled: int,
+    timeline: Timeline,
+) -> OrdinaryCounts:
     timeline.enter("cache")
+    variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
     device = model.device
-    width = max(len(request.prompt) for request in requests)
+    contexts = [request.context for request in requests]
+    width = max(map(len, contexts))
     ids = np.full((len(requests), width), requests[0].sampling.pad_token_id, np.int64)
     mask = np.zeros_like(ids)
-    for row, request in enumerate(requests):
-        start = width - len(request.prompt)
-        ids[row, start:], mask[row, start:] = request.prompt, 1
+    for row, (request, context) in enumerate(zip(requests, contexts, strict=True)):
+        start = width - len(context)
+        ids[row, start:], mask[row, start:] = context, 1
         request.slot = row
     state = RowState(
         len(requests),
@@ -129,7 +171,7 @@ def run_ordinary(
         stop_width=max(len(request.sampling.stop_token_ids) for request in requests),
         adjusted_width=max(1, most_adjusted(request.sampling for request in requests)),
         vocab_size=model.config.get_text_config().vocab_size,
-        sampled_size=sampled_size,
+        sampled_size=call.sampled_size,
         device=device,
     )
     if variant is Variant.FULL:
@@ -139,7 +181,7 @@ def run_ordinary(
     # All that is left to `generate` is to take the one token that the sampler leaves it.
     bare = replace(
         requests[0].sampling,
-        max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        max_new_tokens=max(request.left for request in requests),
         min_new_tokens=0,
         n=1,
         do_sample=False,
@@ -155,7 +197,9 @@ def run_ordinary(
             torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
             logits_processor=LogitsProcessorList([sampling]),
-            stopping_criteria=StoppingCriteriaList([_Ended(state, sampling, requests, search, timeline)]),
+            stopping_criteria=StoppingCriteriaList(
+                [_Ended(state, sampling, requests, call.search_stop, cutoff, sampled, timeline)]
+            ),
         )
     timeline.launched()
     reports = torch.stack(sampling.reports, dim=1).cpu().numpy()
@@ -169,15 +213,17 @@ def _finish(requests: Sequence[Request], reports: np.ndarray, wanted: Wanted) ->
     tokens, outcomes, bits = reports[:3]
     for row, request in enumerate(requests):
         count = int((outcomes[:, row] != Outcome.IDLE).sum())
-        if np.isnan(bits[:count, row].copy().view(np.float32)).any():
+        logprobs = bits[:count, row].copy().view(np.float32)
+        if np.isnan(logprobs).any():
             raise LogitsError(logits_complaint(request))
-        request.tokens = tokens[:count, row].astype(np.int64)
-        request.logprobs = bits[:count, row].copy().view(np.float32)
+        request.tokens = np.concatenate([request.tokens, tokens[:count, row].astype(np.int64)])
+        request.logprobs = np.concatenate([request.logprobs, logprobs])
         request.details = wanted.read(reports[3:, :count, row])
         request.slot = None
+        last = outcomes[count - 1, row]
         if request.stop is not None:
             request.finish_reason = "stop"
-        elif outcomes[count - 1, row] == Outcome.STOPPED:
+        elif last == Outcome.STOPPED:
             request.finish_reason, request.stop = "stop", int(request.tokens[-1])
         else:
-            request.finish_reason = "length"
+            request.finish_reason = "length" if last == Outcome.SPENT else "aborted"

@@ -29,7 +29,7 @@ def completion_progress(total: int, shown: bool) -> Iterator[Callable[[Sequence[
 
         def tick(finished: Sequence[Request]) -> None:
             nonlocal tokens
-            tokens += sum(len(request.tokens) for request in finished)
+            tokens += sum(request.new for request in finished)
             progress.update(bar, advance=len(finished), tokens=tokens)
 
         yield tick

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ class PromptBatch:
     padding_ids: tuple[tuple[int, ...], ...]
     input_ids: Tensor
     attention_mask: Tensor
+
+    @cached_property
+    def ids(self) -> tuple[tuple[int, ...], ...]:
+        """The prompts as tuples, which completions share."""
+        return tuple(tuple(prompt.tolist()) for prompt in self.prompts)
 
     @property
     def width(self) -> int:
@@ -68,7 +74,7 @@ def padding_token(model: PreTrainedModel, tokenizer: Any) -> int:
     return 0
 
 
-def read_prompts(prompts: Prompts, *, tokenizer: Any, pad_token_id: int, vocab_size: int) -> PromptBatch:
+def read_prompts(prompts: Prompts | None, *, tokenizer: Any, pad_token_id: int, vocab_size: int) -> PromptBatch:
     """Turn prompts into token ids.
 
     Args:
@@ -83,7 +89,7 @@ def read_prompts(prompts: Prompts, *, tokenizer: Any, pad_token_id: int, vocab_s
     if isinstance(prompts, RolloutRequest):
         batch = _read_request(prompts)
     else:
-        batch = _pad(_tokenize(prompts, tokenizer), pad_token_id)
+        batch = pad_prompts(_tokenize(prompts, tokenizer), pad_token_id)
     for index, prompt in enumerate(batch.prompts):
         if not len(prompt):
             raise PromptError(f"prompt {index} is empty; every prompt needs at least one token")
@@ -123,18 +129,29 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: Any) -> np.ndarray:
             ids = _read_chat(prompt, tokenizer) if is_chat else tokenizer(prompt)["input_ids"]
         except Exception as error:  # a chat template is a program, and may fail in any way
             raise PromptError(f"the tokenizer refuses prompt {index}: {error}") from error
-    elif isinstance(prompt, Tensor | np.ndarray):
-        ids = prompt.tolist()
     else:
         ids = prompt
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes) or not all(map(_is_whole, set(map(type, ids)))):
-        raise PromptError(
-            f"prompt {index} must be a string, a list of token ids or a list of chat messages, not {_short(prompt)}"
-        )
+    return read_token_ids(f"prompt {index}", ids, "a string, a list of token ids or a list of chat messages")
+
+
+def read_token_ids(name: str, value: Any, expected: str) -> np.ndarray:
+    """Token ids as an int64 array.
+
+    Args:
+        name: what they are, for the error.
+        value: a sequence of whole numbers, an array or a tensor.
+        expected: what else would have been right, for the error.
+
+    Raises:
+        PromptError: the value is something else, or an id does not fit 64 bits.
+    """
+    ids = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | str) or not all(map(_is_whole, set(map(type, ids)))):
+        raise PromptError(f"{name} must be {expected}, not {_short(value)}")
     try:
         return np.array(ids, np.int64)
     except OverflowError:
-        raise PromptError(f"prompt {index} holds a token id that does not fit 64 bits") from None
+        raise PromptError(f"{name} holds a token id that does not fit 64 bits") from None
 
 
 def _read_chat(messages: Any, tokenizer: Any) -> Any:
@@ -154,14 +171,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _pad(prompts: list[np.ndarray], pad_token_id: int) -> PromptBatch:
+def pad_prompts(
+    prompts: Sequence[np.ndarray], pad_token_id: int, padding_ids: Sequence[tuple[int, ...]] | None = None
+) -> PromptBatch:
+    """Prompts left-padded to the longest; `padding_ids` where they stood at masked positions of another batch."""
     width = max(len(prompt) for prompt in prompts)
     ids = np.full((len(prompts), width), pad_token_id, np.int64)
     mask = np.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
         ids[row, start:], mask[row, start:] = prompt, 1
-    return PromptBatch(tuple(prompts), ((),) * len(prompts), torch.from_numpy(ids), torch.from_numpy(mask))
+    stood = ((),) * len(prompts) if padding_ids is None else tuple(padding_ids)
+    return PromptBatch(tuple(prompts), stood, torch.from_numpy(ids), torch.from_numpy(mask))
 
 
 def _read_request(request: RolloutRequest) -> PromptBatch:

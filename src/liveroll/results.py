@@ -4,37 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from liveroll.completion import Completion
+from liveroll.completion import BLANKS, Completion
 from liveroll.prompts import PromptBatch
 from liveroll.scheduling.details import Details
 from liveroll.scheduling.request import Request
+from liveroll.stopping import decode, text_until
 from liveroll.types import ResolvedSampling, RolloutBatch, RolloutStats
 
 
-def make_completion(request: Request, tokenizer: Any) -> Completion:
-    """The completion of a finished request."""
+def make_completion(request: Request, prompts: PromptBatch, tokenizer: Any, *, has_stream: bool = True) -> Completion:
+    """The completion of a finished request; one that was finished before the call is returned as it was.
+
+    Args:
+        request: the request.
+        prompts: those of its call.
+        tokenizer: decodes the text; None for no text.
+        has_stream: whether it was drawn from its random stream.
+    """
     if request.finish_reason is None:
         raise ValueError(f"request {request.row} has not finished")
-    tokens = tuple(request.tokens.tolist())
-    sampling, details = request.sampling, request.details
-    with_logprobs = sampling.logprobs and len(request.logprobs) == len(tokens)
-    with_kept = sampling.kept_tokens and sampling.truncates
+    before, sampled = request.before, request.new
+    if before is not None and not sampled and before.finish_reason == request.finish_reason != "aborted":
+        return replace(before, prompt_index=request.prompt_index)
+    tokens = tuple(request.response.tolist())
+    given = len(tokens) - sampled
+    continued_at: tuple[int, ...] = () if before is None else before.continued_at
+    if before is not None and given and sampled:
+        continued_at += (given,)
     return Completion(
         prompt_index=request.prompt_index,
         sample_index=request.sample_index,
         token_ids=tokens,
-        text=None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
-        logprobs=tuple(request.logprobs.tolist()) if with_logprobs else None,
+        text=None if tokenizer is None else _text(request, tokens, tokenizer),
         finish_reason=request.finish_reason,
         stop=request.stop,
-        raw_logprobs=tuple(details.raw_logprobs.tolist()) if details and sampling.raw_logprobs else None,
-        top_logprobs=_alternatives(details, sampling.top_logprobs) if details and sampling.top_logprobs else None,
-        kept_tokens=_kept(details, sampling.kept_tokens) if details and with_kept else None,
+        sampled_mask=tuple(request.response_mask.tolist()),
+        continued_at=continued_at,
+        prompt_ids=prompts.ids[request.prompt_index],
+        padding_ids=prompts.padding_ids[request.prompt_index],
+        stream=request.stream if has_stream else None,
+        **_told(request, given, sampled),
     )
 
 
@@ -50,29 +65,57 @@ def make_batch(
 
     `finish` gives the statistics. It is called last, since making the batch is part of what they time.
     """
-    start, width = prompts.width, max(len(request.tokens) for request in requests)
+    responses = [request.response for request in requests]
+    start, width = prompts.width, max(map(len, responses))
     source = np.array([request.prompt_index for request in requests])
-    both = np.zeros((2, len(requests), start + width), np.int64)
-    ids, mask = both
+    grids = np.zeros((3, len(requests), start + width), np.int64)
+    ids, mask, sampled = grids
     ids[:, :start], mask[:, :start] = prompts.input_ids.numpy()[source], prompts.attention_mask.numpy()[source]
-    for request in requests:
-        end = start + len(request.tokens)
-        ids[request.row, start:end], ids[request.row, end:] = request.tokens, request.sampling.pad_token_id
-        mask[request.row, start:end] = 1
-    completions = tuple(make_completion(request, tokenizer) for request in requests)
+    for row, (request, response) in enumerate(zip(requests, responses, strict=True)):
+        end = start + len(response)
+        ids[row, start:end], ids[row, end:] = response, request.sampling.pad_token_id
+        mask[row, start:end], sampled[row, start:end] = 1, request.response_mask
+    # Where the call was handed on, `generate` kept the settings to itself, and drew from no stream of the engine's.
+    drawn = bool(sampling)
+    completions = tuple(make_completion(request, prompts, tokenizer, has_stream=drawn) for request in requests)
     logprobs = _padded([completion.logprobs for completion in completions], width, device)
     raw_logprobs = _padded([completion.raw_logprobs for completion in completions], width, device)
-    input_ids, attention_mask = torch.from_numpy(both).to(device)
+    input_ids, attention_mask, loss_mask = torch.from_numpy(grids).to(device)
     return RolloutBatch(
         completions=completions,
         input_ids=input_ids,
         attention_mask=attention_mask,
         response_start_idx=start,
+        loss_mask=loss_mask[:, start:],
         sampling=tuple(sampling),
         response_logprobs=logprobs,
         response_raw_logprobs=raw_logprobs,
         stats=finish(),
     )
+
+
+def _told(request: Request, given: int, sampled: int) -> dict[str, Any]:
+    """What was asked for of each token: of those that were given, what is told in the completion of before."""
+    told: dict[str, Any] = dict.fromkeys(BLANKS)
+    for name in request.sampling.told:
+        blank = (BLANKS[name],) * given
+        front = blank if request.before is None else getattr(request.before, name) or blank
+        values = _told_by_the_call(request, name) if sampled else ()
+        told[name] = front + values[len(values) - sampled :]
+    return told
+
+
+def _told_by_the_call(request: Request, name: str) -> tuple[Any, ...]:
+    """What the call tells of its tokens; those that it sampled are the last."""
+    if name == "logprobs":
+        return tuple(request.logprobs.tolist())
+    details = request.details
+    assert details is not None
+    if name == "raw_logprobs":
+        return tuple(details.raw_logprobs.tolist())
+    if name == "top_logprobs":
+        return _alternatives(details, request.sampling.top_logprobs)
+    return _kept(details, request.sampling.kept_tokens)
 
 
 def _padded(rows: Sequence[Sequence[float] | None], width: int, device: torch.device) -> torch.Tensor | None:
@@ -100,3 +143,9 @@ def _kept(details: Details, limit: int) -> tuple[tuple[int, ...] | None, ...]:
         tuple(ids.tolist()) if count <= limit else None
         for ids, count in zip(details.kept, details.kept_counts.tolist(), strict=True)
     )
+
+
+def _text(request: Request, tokens: tuple[int, ...], tokenizer: Any) -> str:
+    if isinstance(request.stop, str):
+        return text_until(tokenizer, tokens, request.stop, include=request.sampling.include_stop)
+    return decode(tokenizer, tokens)

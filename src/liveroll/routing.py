@@ -60,15 +60,16 @@ class Router:
 
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""
-        first = order_of_admission(call.requests)[: self._config.max_slots]
+        requests = call.unfinished
+        first = order_of_admission(requests)[: self._config.max_slots]
         runs: dict[int, int] = {}
         for row, request in enumerate(first):
-            runs.setdefault(request.group, row)
+            runs.setdefault(~row if len(request.tokens) else request.group, row)
         return plan_routes(
-            [len(request.prompt) for request in first],
-            [request.sampling.max_new_tokens for request in first],
+            [request.length for request in first],
+            [request.left for request in first],
             runs=list(runs.values()),
-            rows=len(call.requests),
+            rows=len(requests),
             configured=self._config.prefill_route,
             allowed=self._config.auto_routes,
             room=self._room(geometry),
@@ -78,8 +79,8 @@ class Router:
 
     def takes_ordinary(self, call: Call, geometry: ModelGeometry) -> bool:
         """Whether `auto` hands a call to `model.generate`."""
-        lengths = [len(request.prompt) for request in call.requests]
-        budgets = [request.sampling.max_new_tokens for request in call.requests]
+        lengths = [request.length for request in call.unfinished]
+        budgets = [request.left for request in call.unfinished]
         room = self._room(geometry)
         # Most calls that cannot go there are told without a plan.
         if obstacle_to_ordinary(lengths, budgets, len(lengths), room, self.costs.max_tokens) is not None:

@@ -33,9 +33,11 @@ class SamplingConfig:
     configuration, so a checkpoint that ships `repetition_penalty=1.05` gets it; a given value wins.
 
     Args:
-        max_new_tokens: tokens to generate, at most.
-        min_new_tokens: tokens before which no stop token may be chosen.
-        n: samples of each prompt, which is prefilled once for all of them.
+        max_new_tokens: tokens to sample, at most. In a response that an earlier call began it counts those of before
+            too; forced tokens do not count.
+        min_new_tokens: tokens before which no stop token may be chosen, counted in the same way.
+        n: samples of each prompt, which is prefilled once for all of them. Of no effect on completions that are
+            continued.
         temperature: divides the logits; 0 is greedy, any other value samples and is at least 1e-6.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
@@ -49,8 +51,11 @@ class SamplingConfig:
         forbidden_tokens: ids that are never sampled; `suppress_tokens` and `bad_words_ids` of the generation
             configuration are inherited.
         stop_token_ids: tokens that end a response, as `eos_token_id` does; () never stops early.
-        stop: strings that end a response; needs a tokenizer. The text keeps the string found.
+        stop: strings that end a response at the sampled token that completes one; needs a tokenizer. Special
+            tokens count with their text.
+        include_stop: whether the text of a completion keeps the stop string that ended it. The tokens always do.
         seed: seed of the samples. The same seed and prompt give the same samples, whatever shares the batch.
+            Completions that are continued keep the random streams they have.
         logprobs: return the log-probability of each sampled token.
         raw_logprobs: return each sampled token's log-probability in the softmax of the model's own logits too.
         top_logprobs: return this many of the most likely alternatives of each token, at most 32.
@@ -75,6 +80,7 @@ class SamplingConfig:
     forbidden_tokens: tuple[int, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] | str = ()
+    include_stop: bool = True
     seed: int | None = None
     logprobs: bool = True
     raw_logprobs: bool = False
@@ -98,6 +104,7 @@ class SamplingConfig:
         check_number(self, "presence_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_number(self, "frequency_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_whole(self, "seed", low=0, optional=True)
+        check_flag(self, "include_stop")
         check_flag(self, "logprobs")
         check_flag(self, "raw_logprobs")
         check_whole(self, "top_logprobs", low=0, high=_MOST_ALTERNATIVES)

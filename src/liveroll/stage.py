@@ -51,7 +51,7 @@ class Stage:
         self._geometry: ModelGeometry | None = None
 
     def set_up(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
-        """A scheduler and a runner for one call.
+        """A scheduler and a runner for the unfinished requests of a call, of which there are some.
 
         Raises:
             UnsupportedModelError: the model's layers do not work the way the engine needs.
@@ -61,13 +61,14 @@ class Stage:
             FusionError: projections must be fused, and cannot be.
         """
         stats.timeline.enter("cache")
+        requests = call.unfinished
         shape, dtype = self._probe()
         variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
         self._decoder.prepare(
             shape,
             dtype,
             self._guard.modules,
-            longest=max(request.longest for request in call.requests),
+            longest=max(request.longest for request in requests),
             stops=max(len(settings.stop_token_ids) for settings in call.sampling),
             variant=variant,
             adjusted=most_adjusted(call.sampling),
@@ -76,11 +77,11 @@ class Stage:
         storage = self._decoder.storage
         allocator = PageAllocator(storage.pages)
         scheduler = Scheduler(
-            call.requests,
-            slots=min(self._config.max_slots, len(call.requests)),
+            requests,
+            slots=min(self._config.max_slots, len(requests)),
             allocator=allocator,
             page_size=storage.page_size,
-            search_stop=None if call.stop_strings is None else call.stop_strings.search,
+            search_stop=call.search_stop,
             wanted=wanted,
         )
         ahead = self._config.run_ahead

@@ -50,8 +50,8 @@ class StatsRecorder:
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
-        new_tokens = sum(len(request.tokens) for request in requests)
-        first_tokens = len(requests)
+        new_tokens = sum(request.new for request in requests)
+        first_tokens = sum(request.new > 0 for request in requests)
         shared = preemptions = peak = captures = replays = 0
         eager_reason = uncompiled_reason = None
         if self._sources is not None:
@@ -67,7 +67,7 @@ class StatsRecorder:
         forwards = sum(routes.values())
         seconds = self.timeline.finish()
         return RolloutStats(
-            route="generate" if self._fallback_reason is not None else next(iter(routes)),
+            route="generate" if self._fallback_reason is not None else next(iter(routes), "none"),
             fallback_reason=self._fallback_reason,
             prompts=prompts,
             new_tokens=new_tokens,

@@ -49,6 +49,7 @@ class ResolvedSampling:
     seed: int | None
     logprobs: bool
     pad_token_id: int
+    include_stop: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -63,6 +64,17 @@ class ResolvedSampling:
         """Whether top-k, top-p or min-p may leave tokens out."""
         return self.do_sample and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The fields of a completion that tell of each of its tokens."""
+        asked = {
+            "logprobs": self.logprobs,
+            "raw_logprobs": self.raw_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "kept_tokens": self.kept_tokens and self.truncates,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
 
 @dataclass(frozen=True)
 class RolloutStats:
@@ -70,10 +82,10 @@ class RolloutStats:
 
     Attributes:
         route: the prefill route taken, with `auto` by the first admission; `generate` where the call was handed to
-            `model.generate` as a fallback.
+            `model.generate` as a fallback; `none` where there was nothing to run.
         fallback_reason: why it was handed over, or None.
         prompts: prompts given.
-        new_tokens: tokens in the completions.
+        new_tokens: tokens that the call sampled.
         prefill_forwards: forwards over prompts.
         prefill_routes: how many of them each route planned; with `auto`, refills may take another one than the
             first admission.
@@ -153,13 +165,15 @@ class RolloutMemory:
 class RolloutBatch:
     """The result of `RolloutEngine.generate`: completions, and the same as tensors.
 
-    Rows are in the order of the prompts, the `n` samples of a prompt beside each other.
+    Rows are in the order of the prompts, the `n` samples of a prompt beside each other. Completions that the call
+    went on with come first.
 
     Attributes:
         completions: one for each row.
         input_ids: `[N, P + R]` int64: the prompts left-padded to P, then the responses right-padded to R.
         attention_mask: `[N, P + R]` int64, 1 where `input_ids` is a prompt or response token.
         response_start_idx: P, the column where every response begins.
+        loss_mask: `[N, R]` int64, 1 where a response token was sampled: 0 at forced tokens and at padding.
         sampling: the resolved settings, one for each prompt; empty where the call was handed to `model.generate`,
             which resolved them by itself.
         stats: what the call did.
@@ -172,6 +186,7 @@ class RolloutBatch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     response_start_idx: int
+    loss_mask: torch.Tensor
     sampling: tuple[ResolvedSampling, ...]
     stats: RolloutStats = field(repr=False)
     response_logprobs: torch.Tensor | None = None

@@ -91,6 +91,42 @@ def test_samples_do_not_depend_on_slots_or_capture(variant):
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("capture", ["auto", False])
+@pytest.mark.parametrize("route", ["packed", "equal_width", "per_prompt", "ordinary"])
+def test_interrupted_and_continued(route, capture):
+    """Guards against steps in flight that reach past the end of a call, and continued rows that go on elsewhere."""
+    config = RolloutConfig(prefill_route=route, capture=capture, max_slots=4, run_ahead=3)
+    engine = RolloutEngine(on_gpu("qwen2"), config=config)
+    sampling = SamplingConfig(max_new_tokens=BUDGET, temperature=0.9, top_k=0, seed=5, n=2)
+    whole = engine.generate(PROMPTS, sampling)
+    batch, calls = engine.generate(PROMPTS, sampling, max_total_tokens=40), 1
+    while any(completion.finish_reason == "aborted" for completion in batch.completions):
+        batch = engine.generate(continue_from=batch, sampling=sampling, max_total_tokens=40)
+        calls += 1
+    assert calls > 3
+    assert tokens(batch) == tokens(whole)
+    assert batch.loss_mask.is_cuda
+    assert batch.loss_mask.equal(whole.loss_mask)
+
+
+def test_rows_aborted_in_flight():
+    """Guards against results in flight of an aborted row that reach the row which gets its slot and pages."""
+    engine = RolloutEngine(on_gpu("qwen2"), config=RolloutConfig(max_slots=2, run_ahead=3, page_size=4))
+    budgets = [SamplingConfig(max_new_tokens=count) for count in (BUDGET, 12, BUDGET, BUDGET, BUDGET)]
+    rows = [row[: setting.max_new_tokens] for row, setting in zip(expected("qwen2", None, 1.0), budgets, strict=True)]
+    seen = {}
+    for completion in engine.stream(PROMPTS, budgets):
+        if not seen:
+            assert engine.abort(4) == 1
+        seen[completion.prompt_index] = completion
+        following = [row for row in range(5) if row not in seen and row != 1]
+        if following:
+            engine.abort(following[-1])
+    for row in range(5):
+        assert list(seen[row].token_ids) == rows[row][: len(seen[row].token_ids)]
+    assert {completion.finish_reason for completion in seen.values()} == {"length", "aborted"}
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_half_precision_stays_close(name):
     """Guards against bf16 kernels that are off by more than rounding: teacher-forced log-probabilities."""

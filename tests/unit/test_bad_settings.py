@@ -56,6 +56,7 @@ BAD_SAMPLING = {
     "stop_token_ids": [5, "5", [-1], [1.5], [True], ["a"], [None]],
     "stop": [5, [5], [""], "", [None], ["a", b"b"]],
     "seed": [-1, *NOT_WHOLE],
+    "include_stop": [0, 1, None, "yes"],
     "logprobs": [0, 1, None, "yes"],
     "raw_logprobs": [0, 1, None, "yes"],
     "top_logprobs": [-1, 33, None, *NOT_WHOLE],

@@ -109,7 +109,10 @@ def python_blocks(page: str) -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/routes.md", "docs/sampling.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("getting-started", "partial-rollouts", "routes", "sampling"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against an example that a newcomer copies and that fails."""
     blocks = python_blocks(page)

@@ -117,6 +117,7 @@ def test_settings_that_ran(route):
     own |= {"logit_bias": ((4, 2.5), (9, -1.0)), "forbidden_tokens": (11, 12), "first_forbidden_tokens": (13,)}
     own |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "raw_logprobs": False}
     own |= {"top_logprobs": 0, "kept_tokens": 0}
+    own["include_stop"] = True
     assert inherited == own
     neutral = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     asked = {"max_new_tokens": 4, "n": 2, "stop_token_ids": (), "seed": 9, "logprobs": False}

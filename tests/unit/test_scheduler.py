@@ -45,8 +45,9 @@ def cases(draw) -> Case:
             "budget": st.integers(1, 30),
             "stop_token_ids": st.sets(st.integers(0, VOCAB - 1), max_size=1).map(tuple),
             "stop": st.lists(st.text(LETTERS, min_size=1, max_size=2), max_size=2).map(tuple),
+            "given": st.lists(st.integers(0, 1), max_size=6).map(tuple),
         }
-    )
+    ).filter(lambda arguments: sum(arguments["given"]) < arguments["budget"])
     requests = draw(st.lists(request, min_size=1, max_size=10))
     return Case(
         requests=tuple({"prompt": lengths[request["kind"]], **request} for request in requests),
@@ -74,7 +75,8 @@ class Drive:
             search_stop=search_stop,
         )
         self.device = FakeDevice(case.page_size)
-        self.queue = sorted(self.requests, key=lambda r: (-r.sampling.max_new_tokens, r.group))
+        left = [r.sampling.max_new_tokens - r.given_mask.tolist().count(1) for r in self.requests]
+        self.queue = sorted(self.requests, key=lambda r: (-left[r.row], r.group))
         self.running: list[Request] = []
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.done: Counter[int] = Counter()
@@ -96,7 +98,9 @@ class Drive:
         assert [Ending.reached(request) for request in self.requests] == self.endings
         # Every step brings a token, but those launched for a row before it was known to have ended.
         idle = self.case.ahead * len(self.requests)
-        assert len(self.steps) <= sum(len(ending.tokens) for ending in self.endings) + idle
+        sampled = sum(len(r.tokens) - len(r.given_mask) for r in self.requests)
+        assert self.scheduler.sampled == sampled
+        assert len(self.steps) <= sampled + idle
         assert self.scheduler.waiting == len(self.queue) == 0
         assert self.allocator.available == self.allocator.pages - 1
         assert self.scheduler.plan() is None
@@ -167,7 +171,8 @@ class Drive:
                 self.shared_tokens += len(request.prompt)
             held |= set(request.pages)
             self.position[request.row] = len(request.context)
-            self.left[request.row] = request.sampling.max_new_tokens - len(request.tokens) - 1
+            sampled = len(request.tokens) - request.given_mask.tolist().count(0)
+            self.left[request.row] = request.sampling.max_new_tokens - sampled - 1
             self.check_pages(request, len(request.context))
         self.check_sharing()
 
@@ -369,7 +374,7 @@ def test_a_plan_is_committed_once():
     plan = scheduler.plan()
     result = FakeDevice(4).run(plan, scheduler)
     scheduler.commit(plan, result)
-    with pytest.raises(ValueError, match="not running"):
+    with pytest.raises(ValueError, match="not in flight"):
         scheduler.commit(plan, result)
 
 

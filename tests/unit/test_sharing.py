@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from fake_device import Ending, FakeDevice, ending_of, make_request, token_at
 
@@ -192,9 +191,7 @@ def test_a_row_that_comes_back_shares_the_full_pages():
 
 def test_logits_behind_a_response_are_not_those_of_the_prompt():
     """Guards against a first token drawn from what a row that came back ended with: the device checks each source."""
-    continued = make_request(0, 6, 20, kind=0)
-    continued.tokens = np.array([token_at(0, 6), token_at(0, 7)])
-    continued.logprobs = np.array([0.0, 0.0], np.float32)
+    continued = make_request(0, 6, 22, kind=0, given=(1, 1))
     fresh = [make_request(row, 6, 19, kind=0) for row in (1, 2)]
     allocator = PageAllocator(99)
     scheduler = Scheduler([continued, *fresh], slots=3, allocator=allocator, page_size=4)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import zoo
-from texts import CHAT_TEMPLATE, byte_tokenizer, character_tokenizer
+from texts import CHAT_TEMPLATE, bpe_tokenizer, byte_tokenizer, character_tokenizer
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
 
@@ -188,3 +188,61 @@ def test_stop_strings_in_a_stream(route):
     completions = {c.prompt_index: c for c in engine(route).stream(PROMPTS, sampling)}
     assert [completions[i] for i in range(3)] == list(engine(route).generate(PROMPTS, sampling).completions)
     assert completions[0].text == text[:6]
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_a_text_with_its_stop_string_or_without(route, include):
+    """Guards against a text cut at the wrong place, or tokens cut with it: the loss needs all that was sampled."""
+    text = TOKENIZER.decode(responses()[0])
+    sampling = SamplingConfig(max_new_tokens=BUDGET, stop=("never", text[4:6]), include_stop=include)
+    completion = engine(route).generate(PROMPTS, sampling).completions[0]
+    assert completion.text == (text[:6] if include else text[:4])
+    assert completion.token_ids == tuple(responses()[0][:6])
+    assert (completion.stop, completion.finish_reason, len(completion.logprobs)) == (text[4:6], "stop", 6)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_stop_string_that_ends_inside_a_token(route, ahead):
+    """Guards against a text that goes on behind the string, where the token that completes it does; and run-ahead."""
+    tokenizer = bpe_tokenizer()
+    model = zoo.build("llama", vocab_size=len(tokenizer))
+    prompt = tokenizer("The answer is")["input_ids"]
+    row = zoo.reference(model, prompt, max_new_tokens=30)
+    longer = [place for place, token in enumerate(row) if len(tokenizer.decode([token]).strip()) > 2 and place > 2]
+    place = longer[0]
+    front, token = (
+        tokenizer.decode(row[:place]),
+        tokenizer.decode(row[: place + 1])[len(tokenizer.decode(row[:place])) :],
+    )
+    stop = front[-2:] + token[:2]
+    assert stop not in front
+    for include in (True, False):
+        (completion,) = (
+            engine(route, model, tokenizer, run_ahead=ahead)
+            .generate([prompt], SamplingConfig(max_new_tokens=30, stop=stop, include_stop=include))
+            .completions
+        )
+        assert completion.token_ids == tuple(row[: place + 1])
+        assert completion.text == (front + token[:2] if include else front[:-2])
+
+
+def test_stop_strings_as_in_generate(route):
+    """Guards against another end than `model.generate(stop_strings=...)` has, wherever the string begins and ends."""
+    tokenizer = bpe_tokenizer()
+    model = zoo.build("llama", vocab_size=len(tokenizer))
+    prompts = [tokenizer(text)["input_ids"] for text in ("The answer", "Stop here", "x")]
+    plain = [zoo.reference(model, prompt, max_new_tokens=24) for prompt in prompts]
+    strings = []
+    for row in plain:
+        text = tokenizer.decode(row)
+        pieces = [text[start : start + 3] for start in range(8, len(text) - 3, 7)]
+        strings += [piece for piece in pieces if piece.isascii() and piece not in text[:8]][:2]
+    assert len(strings) >= 3
+    for stop in strings:
+        expected = [
+            zoo.reference(model, prompt, max_new_tokens=24, stop_strings=[stop], tokenizer=tokenizer)
+            for prompt in prompts
+        ]
+        batch = engine(route, model, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=24, stop=stop))
+        assert [list(completion.token_ids) for completion in batch.completions] == expected
+        assert any(len(row) < 24 for row in expected)

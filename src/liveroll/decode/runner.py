@@ -113,7 +113,7 @@ class StepRunner:
         run = [source for source in takers if source >= 0]
         requests = [plan.admitted[source] for source in run]
         self._timeline.enter("planning")
-        lengths = [len(request.prompt) + len(request.tokens) for request in requests]
+        lengths = [request.length for request in requests]
         prefill = self._planner.plan(lengths) if run else None
         self._timeline.launch("prefill")
         self.prefilled_rows += len(plan.admitted)

@@ -149,11 +149,11 @@ class RowState:
 
 
 def _numbers(request: Request) -> list[int]:
-    sampling, done = request.sampling, len(request.tokens)
+    sampling = request.sampling
     row = [0] * len(Column)
-    row[Column.POSITION] = len(request.prompt) + done - 1
-    row[Column.REMAINING] = sampling.max_new_tokens - done
-    row[Column.DONE] = done
+    row[Column.POSITION] = request.length - 1
+    row[Column.REMAINING] = request.left
+    row[Column.DONE] = request.sampled
     row[Column.TOP_K] = min(sampling.top_k, _ALL) if sampling.do_sample else 0
     row[Column.SAMPLED] = sampling.do_sample
     row[Column.STREAM_LOW], row[Column.STREAM_HIGH] = request.stream

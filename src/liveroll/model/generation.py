@@ -93,6 +93,7 @@ def resolve_sampling(
         repetition_penalty=_number(config, "repetition_penalty", unset=1.0, positive=True),
         stop_token_ids=stop_token_ids,
         stop=tuple(sampling.stop),
+        include_stop=sampling.include_stop,
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         pad_token_id=pad_token_id,
@@ -111,8 +112,8 @@ def generate_kwargs(sampling: SamplingConfig) -> dict[str, Any]:
     """Return the keyword arguments that hand a request to `model.generate` unchanged.
 
     A field left at None is left out, so that `generate` inherits it. With `stop`, `generate` needs a
-    `tokenizer` argument as well. `seed`, the presence and frequency penalties and what is reported of tokens have
-    no counterpart.
+    `tokenizer` argument as well. `seed`, `include_stop`, the presence and frequency penalties and what is reported of
+    tokens have no counterpart.
     """
     names = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p")
     kwargs = {name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None}

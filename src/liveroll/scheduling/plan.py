@@ -29,12 +29,16 @@ class PrefillStep:
 
     Attributes:
         admitted: the requests.
+        slots: int64 slots that they were given.
+        tenancies: int64, as in `DecodeStep`.
         sources: where each of them has its logits from.
         kept: the sources whose logits are needed again behind this step; no other logits are.
         copies: pairs of pages, from and to, that are copied once all is run.
     """
 
     admitted: tuple[Request, ...]
+    slots: np.ndarray
+    tenancies: np.ndarray
     sources: tuple[int, ...]
     kept: frozenset[int]
     copies: tuple[tuple[int, int], ...]

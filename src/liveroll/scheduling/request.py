@@ -6,26 +6,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from liveroll.completion import FinishReason
+from liveroll.completion import Completion, FinishReason
 from liveroll.scheduling.details import Details
 from liveroll.types import ResolvedSampling
 
 
 @dataclass(eq=False)
 class Request:
-    """What is asked for, and how far it has come. The scheduler alone writes the second half.
+    """What is asked for, and how far it has come: that is written by `make_call`, then by the scheduler alone.
 
     Attributes:
         row: position in the result.
         prompt_index: position of the prompt in the call.
         sample_index: which of the prompt's samples this is.
         group: which distinct prompt of the call it has: requests of one group share what is run of it.
-        prompt: int64 token ids `[P]`.
+        prompt: int64 token ids `[P]`, those of `prefix` included.
         padding_ids: token ids at masked positions of a left-padded batch that belong to the history which the
             repetition penalty sees, where `model.generate` of the installed transformers lets it see them.
         sampling: resolved settings.
         stream: two 32-bit keys of the request's random stream.
-        tokens: int64 response tokens `[R]` known so far.
+        prefix: int64 forced tokens that the response begins with. They are run with the prompt, as a part of it.
+        given_mask: uint8, one entry for each response token behind the prefix that was there before the call: 1 where
+            an earlier call sampled it, 0 where it was forced.
+        before: the completion that this request goes on with, if it is one.
+        tokens: int64 response tokens `[R]` behind the prefix that are known so far.
         logprobs: float32 log-probabilities `[R]` of them.
         details: what else was asked for of them.
         finish_reason: None while it runs.
@@ -43,6 +47,9 @@ class Request:
     padding_ids: tuple[int, ...]
     sampling: ResolvedSampling
     stream: tuple[int, int]
+    prefix: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    given_mask: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    before: Completion | None = None
 
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
@@ -59,9 +66,48 @@ class Request:
         return np.concatenate([self.prompt, self.tokens]) if len(self.tokens) else self.prompt
 
     @property
+    def response(self) -> np.ndarray:
+        """The whole response so far, its prefix included."""
+        return np.concatenate([self.prefix, self.tokens])
+
+    @property
+    def response_mask(self) -> np.ndarray:
+        """Uint8, 1 where a token of the whole response was sampled."""
+        return np.concatenate([np.zeros(len(self.prefix), np.uint8), self.given_mask, np.ones(self.new, np.uint8)])
+
+    @property
+    def new(self) -> int:
+        """Tokens that this call sampled."""
+        return len(self.tokens) - len(self.given_mask)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def sampled(self) -> int:
+        """Response tokens so far that were sampled, in this call or before it."""
+        return len(self.tokens) - self._forced
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_new_tokens - self.sampled
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens behind the prefix that it can come to hold, forced ones included."""
+        return self._forced + self.sampling.max_new_tokens
+
+    @property
     def longest(self) -> int:
         """Most positions whose keys and values it can come to need: the last token is never fed back."""
-        return len(self.prompt) + self.sampling.max_new_tokens - 1
+        return len(self.prompt) + self.most_tokens - 1
+
+    @property
+    def _forced(self) -> int:
+        return len(self.given_mask) - int(self.given_mask.sum())
 
 
 def logits_complaint(request: Request) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -26,16 +26,16 @@ A sample whose prompt has been run needs no prefill, and waits for no other.
 """
 
 StopSearch = Callable[[Request, np.ndarray], str | None]
-"""Given a request and its response tokens, the stop string they contain, if any."""
+"""Given a request and its response tokens, the stop string that the last of them completes, if any."""
 
 
 def order_of_admission(requests: Sequence[Request]) -> list[Request]:
-    """Requests with the largest budget first, equal ones in the order given, but those of one prompt together.
+    """Requests with the most tokens left to sample first, equal ones as given, but those of one prompt together.
 
     Long rows that start early leave a short tail (Graham 1969, doi:10.1137/0117039), and samples that follow one
     another share what is there.
     """
-    return sorted(requests, key=lambda request: (-request.sampling.max_new_tokens, request.group))
+    return sorted(requests, key=lambda request: (-request.left, request.group))
 
 
 class Scheduler:
@@ -75,8 +75,7 @@ class Scheduler:
         self._search_stop = search_stop
         self._running: dict[int, Request] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
-        budget = max((r.sampling.max_new_tokens for r in requests), default=1)
-        self._transcript = Transcript(slots, budget, wanted)
+        self._transcript = Transcript(slots, max((r.most_tokens for r in requests), default=1), wanted)
         # Of the next step of each slot: the position it feeds, the positions covered by pages, how many it can come to
         # need, and the tokens left to plan.
         self._position = np.zeros(slots, np.int64)
@@ -88,6 +87,8 @@ class Scheduler:
         self._in_flight = 0
         self._has_stop_strings = np.zeros(slots, bool)
         self.preemptions = 0
+        self.sampled = 0
+        """Tokens taken in so far."""
         widest = max((self._pages_for(r.longest) for r in requests), default=1)
         self.block_table = np.full((slots, widest), SCRATCH_PAGE, np.int32)
         """Pages of each slot in order of position, `[slots, pages of the longest row]`."""
@@ -127,19 +128,19 @@ class Scheduler:
 
         Raises:
             LogitsError: the logits of a row were not numbers.
+            ValueError: no step is in flight.
         """
+        if not self._in_flight:
+            raise ValueError("a step was committed that is not in flight")
         self._in_flight -= 1
-        live = result.outcomes != Outcome.IDLE
-        if isinstance(plan, PrefillStep):
-            slots = np.array([self._slot_of(request) for request in plan.admitted], np.int64)
-        else:
-            slots = plan.slots
-            live &= self._tenancy[slots] == plan.tenancies
+        slots = plan.slots
+        live = (result.outcomes != Outcome.IDLE) & (self._tenancy[slots] == plan.tenancies)
         strange = live & np.isnan(result.logprobs)
         if strange.any():
             raise LogitsError(logits_complaint(self._running[int(slots[strange][0])]))
         details = None if result.details is None else result.details.take(live)
         self._transcript.append(slots[live], result.tokens[live], result.logprobs[live], details)
+        self.sampled += int(live.sum())
         finished = []
         for slot in slots[live & self._has_stop_strings[slots]].tolist():
             if found := self._find_stop(slot):
@@ -152,6 +153,17 @@ class Scheduler:
                 stopped = outcome == Outcome.STOPPED
                 finished.append(self._finish(slot, "stop" if stopped else "length", token if stopped else None))
         return finished
+
+    def abort(self, requests: Iterable[Request]) -> list[Request]:
+        """End requests with the tokens they have, running or queued; those of them that had not ended before."""
+        named = set(requests)
+        queued = [request for request in self._waiting if request in named]
+        self._waiting = deque(request for request in self._waiting if request not in named)
+        for request in queued:
+            self._sharing.dequeue(request)
+            request.finish_reason = "aborted"
+        running = [slot for slot, request in self._running.items() if request in named]
+        return queued + [self._finish(slot, "aborted", None) for slot in running]
 
     def check(self) -> None:
         """Raise AssertionError unless pages, slots and block table agree with one another."""
@@ -179,19 +191,19 @@ class Scheduler:
             self._waiting.popleft()
             self._start(request)
             admitted.append((request, grant))
-        return self._sharing.make_step(admitted) if admitted else None
+        return self._sharing.make_step(admitted, self._tenancy) if admitted else None
 
     def _start(self, request: Request) -> None:
         """Give an admitted request a slot."""
         slot = request.slot = self._free_slots.pop()
-        length, pages = len(request.prompt) + len(request.tokens), len(request.pages)
+        pages = len(request.pages)
         self.block_table[slot] = SCRATCH_PAGE
         self.block_table[slot, :pages] = request.pages
         self.table_version += 1
         self._covered[slot] = pages * self._page_size
         # The prefill itself samples a token, which the step after it feeds.
-        self._position[slot] = length
-        self._left[slot] = request.sampling.max_new_tokens - len(request.tokens) - 1
+        self._position[slot] = request.length
+        self._left[slot] = request.left - 1
         self._longest[slot] = request.longest
         self._has_stop_strings[slot] = bool(request.sampling.stop)
         self._transcript.start(slot, request.tokens, request.logprobs, request.details)
@@ -248,12 +260,7 @@ class Scheduler:
     def _find_stop(self, slot: int) -> str | None:
         if self._search_stop is None:
             raise ValueError("a request has stop strings and the scheduler cannot search for them")
-        return self._search_stop(self._running[slot], self._transcript.read(slot)[0])
-
-    def _slot_of(self, request: Request) -> int:
-        if request.slot is None:
-            raise ValueError("a request that is not running was committed")
-        return request.slot
+        return self._search_stop(self._running[slot], self._transcript.tokens(slot))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

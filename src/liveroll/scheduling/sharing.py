@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.plan import PrefillStep
 from liveroll.scheduling.request import Request
@@ -47,8 +49,9 @@ class SharedPrompts:
     of the prompt stay as they are while those behind it come and go; any other begins with a copy of it. A request
     that comes back with tokens shares the full pages and runs its whole context, without writing to them.
 
-    A prompt is kept while requests of it wait. When pages run out, what no running row holds is given up first, and
-    of that what is needed last; such a prompt is run again for its next request.
+    A prompt is kept while requests of it wait, and the logits behind it while requests without tokens do. When pages
+    run out, what no running row holds is given up first, and of that what is needed last; such a prompt is run again
+    for its next request.
 
     Args:
         requests: all of the call.
@@ -60,6 +63,7 @@ class SharedPrompts:
         self._allocator = allocator
         self._page_size = page_size
         self._waiting: Counter[int] = Counter()
+        self._waiting_for_logits: Counter[int] = Counter()
         self._kept: dict[int, _Kept] = {}
         self.shared_tokens = 0
         for request in requests:
@@ -73,6 +77,7 @@ class SharedPrompts:
     def enqueue(self, request: Request) -> None:
         """Note that a request waits. One that ran still has its pages, and those of its prompt are kept."""
         self._waiting[request.group] += 1
+        self._waiting_for_logits[request.group] += not len(request.tokens)
         full = request.pages[: len(request.prompt) // self._page_size]
         if full and request.group not in self._kept:
             self._allocator.share(full)
@@ -81,8 +86,13 @@ class SharedPrompts:
     def dequeue(self, request: Request) -> None:
         """Note that a request does not wait any more, and give back what was kept for it alone."""
         self._waiting[request.group] -= 1
-        if not self._waiting[request.group] and request.group in self._kept:
+        self._waiting_for_logits[request.group] -= not len(request.tokens)
+        if request.group not in self._kept:
+            return
+        if not self._waiting[request.group]:
             self._give_back(request.group, everything=True)
+        elif not self._waiting_for_logits[request.group]:
+            self._drop_logits(request.group)
 
     def admit(self, request: Request, kept_back: int, queue: Iterable[Request]) -> Grant | None:
         """Give a waiting request the pages of its context; None, and nothing changes, where there are too few.
@@ -102,7 +112,7 @@ class SharedPrompts:
                 copied = kept.last
         # What is shared cannot be given up to make room for the rest.
         self._allocator.share(borrowed)
-        needed = self._pages_for(len(request.prompt) + len(request.tokens)) - len(borrowed)
+        needed = self._pages_for(request.length) - len(borrowed)
         lacking = needed + kept_back - self._allocator.available
         if lacking > 0 and lacking > self._unused():
             self._allocator.deallocate(borrowed)
@@ -117,8 +127,8 @@ class SharedPrompts:
         self.dequeue(request)
         return Grant(runs, copied)
 
-    def make_step(self, admitted: Sequence[tuple[Request, Grant]]) -> PrefillStep:
-        """The step that starts requests admitted together."""
+    def make_step(self, admitted: Sequence[tuple[Request, Grant]], tenancy: np.ndarray) -> PrefillStep:
+        """The step that starts requests admitted together; `tenancy` is that of each slot."""
         sources: list[int] = []
         copies: list[tuple[int, int]] = []
         ran: dict[int, int] = {}
@@ -129,7 +139,9 @@ class SharedPrompts:
             if grant.copied is not None:
                 copies.append((grant.copied, request.pages[-1]))
         needed_again = frozenset(ran.get(group, ~group) for group, kept in self._kept.items() if kept.logits)
-        return PrefillStep(tuple(request for request, _ in admitted), tuple(sources), needed_again, tuple(copies))
+        slots = np.array([request.slot for request, _ in admitted], np.int64)
+        requests = tuple(request for request, _ in admitted)
+        return PrefillStep(requests, slots, tenancy[slots], tuple(sources), needed_again, tuple(copies))
 
     def make_room(self, pages: int, queue: Iterable[Request]) -> bool:
         """Have so many pages free, for which kept ones that no running row holds are given up; whether there are."""
@@ -173,12 +185,19 @@ class SharedPrompts:
         """Give back what is kept of a prompt: everything, or what no running row holds."""
         kept = self._kept[group]
         if kept.last is not None and (everything or self._allocator.holders(kept.last) == 1):
-            self._allocator.deallocate([kept.last])
-            kept.last, kept.logits = None, False
+            self._drop_logits(group)
         if kept.pages and (everything or self._allocator.holders(kept.pages[0]) == 1):
             self._allocator.deallocate(kept.pages)
             kept.pages = []
         if not kept.pages and kept.last is None:
+            self._kept.pop(group, None)
+
+    def _drop_logits(self, group: int) -> None:
+        kept = self._kept[group]
+        if kept.last is not None:
+            self._allocator.deallocate([kept.last])
+        kept.last, kept.logits = None, False
+        if not kept.pages:
             del self._kept[group]
 
     def _unused(self) -> int:

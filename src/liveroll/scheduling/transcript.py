@@ -12,7 +12,7 @@ class Transcript:
 
     Args:
         slots: rows of the running batch.
-        budget: most tokens that any request may generate.
+        budget: most tokens that any response may come to hold.
         wanted: what is kept of each token besides its log-probability.
     """
 
@@ -42,6 +42,11 @@ class Transcript:
             for slot, ids in zip(slots.tolist(), details.kept, strict=bool(details.kept)):
                 self._kept[slot].append(ids)
         self.counts[slots] = columns + 1
+
+    def tokens(self, slot: int) -> np.ndarray:
+        """The tokens of a slot, as a view that the next `append` or `start` may change."""
+        row: np.ndarray = self._tokens[slot, : self.counts[slot]]
+        return row
 
     def read(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the tokens and log-probabilities of a slot."""

@@ -14,6 +14,7 @@ from liveroll.errors import ConfigError, PromptError
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import Prompts, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
+from liveroll.starts import Start
 from liveroll.tools.checkpoint import Checkpoint
 from liveroll.tools.jobs import BadLine, Job
 
@@ -89,6 +90,7 @@ class _Fit:
         make_call(
             batch,
             (resolved,),
+            (Start(),),
             config=self._config,
             max_tokens=self._max_tokens,
             max_positions=getattr(text_config, "max_position_embeddings", None),
