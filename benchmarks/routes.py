@@ -1,6 +1,6 @@
 """What routes cost, measured and fitted, and how near `auto` comes to the best of them.
 
-    python benchmarks/routes.py [--out FOLDER] [--model 3B|8B|tiny] [--eager|--captured] [--compile]
+    python benchmarks/routes.py [--out FOLDER] [--model 3B|8B|tiny] [--eager|--captured] [--compile] [--fuse]
                                 [--new-tokens 2,16,128] [--repeats N] [--workloads FILE]
 
 Calibrates on uniform calls, then runs the six built-in workloads by every route and by `auto`, interleaved. Writes the
@@ -39,6 +39,7 @@ def main() -> None:
     mode.add_argument("--captured", dest="capture", action="store_true", default=True)
     mode.add_argument("--eager", dest="capture", action="store_false")
     parser.add_argument("--compile", action="store_true", help="decode steps through torch.compile")
+    parser.add_argument("--fuse", action="store_true", help="projections of one input as one product in them")
     parser.add_argument("--new-tokens", default="2,16,128")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", default="seed")
@@ -53,11 +54,12 @@ def main() -> None:
         model = build(arguments.model, torch.bfloat16, "cuda")
 
     name = f"routes-{arguments.model}-{'captured' if arguments.capture else 'eager'}"
-    name += "-compiled" if arguments.compile else ""
+    name += ("-compiled" if arguments.compile else "") + ("-fused" if arguments.fuse else "")
     arguments.out.mkdir(parents=True, exist_ok=True)
     costs_path, sweep_path = arguments.out / f"{name}-costs.json", arguments.out / f"{name}-sweep.json"
     console = Console(width=170)
-    calibration = calibrate(model, RANGE, RolloutConfig(capture=arguments.capture, compile=arguments.compile))
+    config = RolloutConfig(capture=arguments.capture, compile=arguments.compile, fuse=arguments.fuse)
+    calibration = calibrate(model, RANGE, config)
     show_calibration(calibration, console)
     write_costs(costs_path, calibration.file)
 
@@ -73,6 +75,7 @@ def main() -> None:
         check_tokens=arguments.check_tokens,
         capture=arguments.capture,
         compile=arguments.compile,
+        fuse=arguments.fuse,
     )
     found = sweep_model(model, read_workloads(arguments.workloads), calibration.file, options, Console(stderr=True))
     write_sweep(sweep_path, found)

@@ -13,6 +13,7 @@ _DTYPE = typer.Option(help="auto, float32, bfloat16 or float16.")
 _DEVICE = typer.Option(help="auto, or a torch device such as cuda:1.")
 _CAPTURE = typer.Option("--capture/--no-capture", help="Whether decode steps are captured; where they can be.")
 _COMPILE = typer.Option("--compile/--no-compile", help="Whether they go through torch.compile.")
+_FUSE = typer.Option("--fuse/--no-fuse", help="Whether projections of one input are one product in them.")
 
 
 def calibrate(
@@ -26,6 +27,7 @@ def calibrate(
     repeats: Annotated[int, typer.Option(help="How often each call is timed.")] = 3,
     capture: Annotated[bool | None, _CAPTURE] = None,
     compile_steps: Annotated[bool, _COMPILE] = False,
+    fuse: Annotated[bool, _FUSE] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     device: Annotated[str, _DEVICE] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what an interrupted run measured.")] = False,
@@ -42,6 +44,7 @@ def calibrate(
         repeats=repeats,
         capture="auto" if capture is None else capture,
         compile=compile_steps,
+        fuse=fuse,
         dtype=dtype,
         device=device,
         overwrite=overwrite,
@@ -68,6 +71,7 @@ def sweep(
     check_tokens: Annotated[int | None, typer.Option(help="First tokens of each to check; else all.")] = None,
     capture: Annotated[bool | None, _CAPTURE] = None,
     compile_steps: Annotated[bool, _COMPILE] = False,
+    fuse: Annotated[bool, _FUSE] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     device: Annotated[str, _DEVICE] = "auto",
 ) -> None:
@@ -86,6 +90,7 @@ def sweep(
         check_tokens=check_tokens,
         capture="auto" if capture is None else capture,
         compile=compile_steps,
+        fuse=fuse,
         dtype=dtype,
         device=device,
     )

@@ -154,6 +154,8 @@ def test_an_engine_takes_its_own_costs_and_no_other(tmp_path):
         RolloutEngine(llama, config=RolloutConfig(costs=path, capture=False))
     with pytest.raises(ConfigError, match=r"else: compile is False there and True here$"):
         RolloutEngine(llama, config=RolloutConfig(costs=path, compile=True))
+    with pytest.raises(ConfigError, match=r"else: fuse is False there and True here$"):
+        RolloutEngine(llama, config=RolloutConfig(costs=path, fuse="auto"))
     half = zoo.build("llama").bfloat16()
     with pytest.raises(ConfigError, match="dtype is 'float32' there and 'bfloat16' here"):
         RolloutEngine(half, config=RolloutConfig(costs=path))

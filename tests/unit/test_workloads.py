@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from liveroll import PromptError
-from liveroll.tools.workloads import Workload, read_workloads
+from liveroll.tools.workloads import Workload, draw_prompts, read_workloads
 
 
 def test_those_built_in():
@@ -29,6 +29,17 @@ def test_a_file(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_text('{"name": "a", "lengths": [3, 1, 2]}\n\n{"lengths": [7], "name": "é"}\n', "utf-8")
     assert read_workloads(str(path)) == (Workload("a", (3, 1, 2)), Workload("é", (7,)))
+
+
+@pytest.mark.parametrize("lengths", [(1,) * 17, (2,) * 200, (20, *[1] * 16), tuple(range(1, 40)) * 3, (5,) * 32])
+def test_prompts_are_not_alike(lengths):
+    """Guards against equal prompts, which share one prefill, so that less is timed than was asked for."""
+    prompts = draw_prompts(lengths, 17, seed=3)
+    assert [len(prompt) for prompt in prompts] == list(lengths)
+    assert all(0 <= token < 17 for prompt in prompts for token in prompt)
+    assert len(set(map(tuple, prompts))) == len(prompts)
+    assert draw_prompts(lengths, 17, seed=3) == prompts
+    assert len(draw_prompts((1,) * 20, 17, seed=3)) == 20
 
 
 @pytest.mark.parametrize(

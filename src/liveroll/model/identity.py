@@ -81,6 +81,7 @@ def describe_origin(model: PreTrainedModel, config: RolloutConfig, ranks: int) -
         packed_attention=name_backend(model.device),
         capture=config.capture is not False,
         compile=config.compile is True or (config.compile == "auto" and model.device.type == "cuda"),
+        fuse=config.fuse is not False,
         liveroll=liveroll.__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,

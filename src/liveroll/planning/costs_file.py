@@ -35,6 +35,7 @@ class CostsOrigin:
         packed_attention: the backend of packed prefill and of decode.
         capture: whether decode steps are captured.
         compile: whether their forward is compiled.
+        fuse: whether projections of one input are one product in them.
         liveroll: its version, and so on.
         torch: version.
         transformers: version.
@@ -52,6 +53,7 @@ class CostsOrigin:
     packed_attention: str
     capture: bool
     compile: bool
+    fuse: bool
     liveroll: str
     torch: str
     transformers: str

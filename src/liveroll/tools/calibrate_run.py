@@ -37,6 +37,7 @@ class CalibrateOptions:
         repeats: how often each is timed.
         capture: whether decode steps are captured.
         compile: whether they are compiled.
+        fuse: whether projections of one input are one product in them; moves the weights side by side.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one) or a torch device such as `cuda:1`.
         overwrite: forget what an interrupted run measured.
@@ -53,6 +54,7 @@ class CalibrateOptions:
     repeats: int = 3
     capture: bool | Literal["auto"] = "auto"
     compile: bool = False
+    fuse: bool = False
     dtype: str = "auto"
     device: str = "auto"
     overwrite: bool = False
@@ -86,7 +88,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
             are of something else.
         LiverollError: as `calibrate` raises.
     """
-    config = RolloutConfig(capture=options.capture, compile=options.compile)
+    config = RolloutConfig(capture=options.capture, compile=options.compile, fuse=options.fuse)
 
     from liveroll.model.identity import describe_origin
     from liveroll.tools.calibrate import calibrate, check_range, longest_prompt

@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from liveroll.config import Route
 from liveroll.engine import RolloutEngine
 from liveroll.planning.fit import Measurement
@@ -17,6 +15,7 @@ from liveroll.planning.geometry import ModelGeometry
 from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.beside import beside
 from liveroll.tools.grid import Cell
+from liveroll.tools.workloads import draw_prompts
 
 _LEAST_SHARE = 0.05
 _GREEDY = SamplingConfig(
@@ -76,8 +75,7 @@ class Stopwatch:
         """Run a cell once."""
         if cell.route not in self._engines:
             self._engines[cell.route] = beside(self._engine, prefill_route=cell.route)
-        generator = np.random.default_rng((cell.rows, cell.width, repeat))
-        prompts = generator.integers(self._vocab_size, size=(cell.rows, cell.width)).tolist()
+        prompts = draw_prompts([cell.width] * cell.rows, self._vocab_size, seed=repeat)
         sampling = replace(_GREEDY, max_new_tokens=cell.steps + 1)
         profile = self._engines[cell.route].generate(prompts, sampling).stats.profile
         assert profile is not None

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -22,7 +21,7 @@ from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.beside import beside
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult
-from liveroll.tools.workloads import Workload
+from liveroll.tools.workloads import Workload, draw_prompts
 from liveroll.types import RolloutBatch
 
 _GREEDY = SamplingConfig(
@@ -73,7 +72,7 @@ def sweep(
     with RolloutEngine(model, config=base) as engine:
         engines = {name: beside(engine, **changes_for(name)) for name in CONTENDERS}
         for place, workload in enumerate(workloads):
-            prompts = _prompts_of(workload, own, seed=place)
+            prompts = draw_prompts(workload.lengths, own.config.get_text_config().vocab_size, seed=place)
             expected = None if reference is None else reference.of(own, prompts, max(new_tokens))
             for name in CONTENDERS:
                 tick(f"{workload.name}, warm-up, {name}")
@@ -116,12 +115,6 @@ def changes_for(contender: str) -> dict[str, Any]:
     if contender == AUTO_PADDED:
         return {"auto_routes": tuple(route for route in MANUAL if route != "packed")}
     return {"prefill_route": contender}
-
-
-def _prompts_of(workload: Workload, model: PreTrainedModel, seed: int) -> list[list[int]]:
-    vocab_size = model.config.get_text_config().vocab_size
-    generator = np.random.default_rng(seed)
-    return [generator.integers(vocab_size, size=length).tolist() for length in workload.lengths]
 
 
 def _open_case(

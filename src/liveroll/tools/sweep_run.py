@@ -37,6 +37,7 @@ class SweepOptions:
         check_tokens: first tokens of each that are checked; None for all.
         capture: whether decode steps are captured.
         compile: whether they are compiled.
+        fuse: whether projections of one input are one product in them; moves the weights side by side.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one) or a torch device such as `cuda:1`.
 
@@ -55,6 +56,7 @@ class SweepOptions:
     check_tokens: int | None = None
     capture: bool | Literal["auto"] = "auto"
     compile: bool = False
+    fuse: bool = False
     dtype: str = "auto"
     device: str = "auto"
 
@@ -121,7 +123,7 @@ def sweep_model(
             workloads,
             options.budgets,
             options.costs,
-            config=RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile),
+            config=RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile, fuse=options.fuse),
             repeats=options.repeats,
             reference=checking,
             tick=tick,
@@ -134,6 +136,7 @@ def sweep_model(
         "checked_tokens": options.check_tokens,
         "capture": options.capture,
         "compile": options.compile,
+        "fuse": options.fuse,
     }
     origin = asdict(costs.origin)
     return SweepResult(origin, asdict(costs.coefficients), list(costs.points), settings, cases)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from liveroll.errors import PromptError
 
@@ -35,6 +38,23 @@ SEED_WORKLOADS = (
     Workload("many", (16,) * 128),
 )
 """Like and unlike lengths, with few and with many prompts: what routes differ most on."""
+
+
+def draw_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Random prompts of these lengths, no two alike as far as the vocabulary allows: equal ones would share a prefill.
+
+    Args:
+        lengths: tokens of each.
+        vocab_size: tokens are below it.
+        seed: the same seed draws the same prompts.
+    """
+    generator = np.random.default_rng(seed)
+    prompts = []
+    for place, length in enumerate(lengths):
+        prompt = generator.integers(vocab_size, size=length).tolist()
+        prompt[:2] = [place % vocab_size, place // vocab_size % vocab_size][:length]
+        prompts.append(prompt)
+    return prompts
 
 
 def read_workloads(source: str) -> tuple[Workload, ...]:
