@@ -66,6 +66,8 @@ _SETTINGS = [
     SamplingConfig(max_new_tokens=8, logit_bias=dict.fromkeys(range(0, 97, 3), 6.0)),
     SamplingConfig(max_new_tokens=8, forbidden_tokens=tuple(range(0, 97, 2))),
     SamplingConfig(max_new_tokens=8, temperature=1.0, top_k=0, seed=9),
+    # As many stop tokens as before find the room made, so this slot is not a new one.
+    SamplingConfig(max_new_tokens=8, min_new_tokens=6, stop_token_ids=tuple(range(0, 97, 2))),
 ]
 
 
