@@ -84,9 +84,21 @@ def rows_of(rows: int, setting: dict[str, Any]) -> tuple[RowState, torch.Tensor]
     state = RowState(rows, **widths, vocab_size=VOCAB, device=torch.device("cuda"))
     state.keep_histories()
     tokens, sampling = np.random.default_rng(0).integers(0, VOCAB, (rows, 512)), replace(PLAIN, **setting)
-    requests = [Request(row, row, 0, own[:256], (), sampling, (row, 1)) for row, own in enumerate(tokens)]
-    for row, request in enumerate(requests):
-        request.slot, request.tokens = row, tokens[row, 256:]
+    requests = [
+        Request(
+            row=row,
+            prompt_index=row,
+            sample_index=0,
+            group=row,
+            prompt=own[:256],
+            padding_ids=(),
+            sampling=sampling,
+            stream=(row, 1),
+            tokens=own[256:],
+            slot=row,
+        )
+        for row, own in enumerate(tokens)
+    ]
     return state, state.admit(requests)
 
 

@@ -36,7 +36,7 @@ def asked(name):
     """Settings of `generate` that change most responses."""
     common, first = likely(name)
     return {
-        "sequence_bias": [[[common[0]], -4.0], [[common[1]], 3.5], [[96], 2.5]],
+        "sequence_bias": {(common[0],): -4.0, (common[1],): 3.5, (96,): 2.5},
         "suppress_tokens": common[2:5],
         "bad_words_ids": [[common[5]], [common[6]]],
         "begin_suppress_tokens": first[:3],
@@ -78,7 +78,7 @@ def test_what_a_request_asks_for(name):
     wanted = asked(name)
     sampling = SamplingConfig(
         max_new_tokens=BUDGET,
-        logit_bias={token: bias for (token,), bias in wanted["sequence_bias"]},
+        logit_bias={token: bias for (token,), bias in wanted["sequence_bias"].items()},
         forbidden_tokens=[*wanted["suppress_tokens"], *(word for (word,) in wanted["bad_words_ids"])],
         repetition_penalty=1.2,
     )

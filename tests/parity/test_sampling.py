@@ -178,7 +178,7 @@ EVERYTHING = [
         "logit_bias": {3: 2.0, 50: -1.0},
         "forbidden_tokens": (4, 60),
     },
-    {"temperature": 1.5, "top_p": 0.8, "stop_token_ids": (5,), "min_new_tokens": 12},
+    {"temperature": 1.5, "top_p": 0.8, "stop_token_ids": (5,), "min_new_tokens": 12, "n": 3},
     {"temperature": 1.5},
     {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"temperature": 1.2, "min_p": 0.05},
@@ -220,7 +220,8 @@ def everything(name, **config):
 def test_all_that_is_told_of_a_token(name):
     """Guards against details of another row, step or distribution, in any architecture and with all settings mixed."""
     batch = everything(name)
-    for completion, sampling in zip(batch.completions, batch.sampling, strict=True):
+    for completion in batch.completions:
+        sampling = batch.sampling[completion.prompt_index]
         assert_everything(shared(name), PROMPTS[completion.prompt_index], completion, sampling)
 
 

@@ -66,7 +66,7 @@ def test_a_request_wins_over_the_checkpoint(given):
     kwargs = generate_kwargs(SamplingConfig(forbidden_tokens=given, logit_bias=dict.fromkeys(given, 2.0)))
     assert kwargs["suppress_tokens"] == (list(given) or None)
     assert kwargs["bad_words_ids"] is None
-    assert kwargs["sequence_bias"] == ([[[token], 2.0] for token in sorted(given)] or None)
+    assert kwargs["sequence_bias"] == ({(token,): 2.0 for token in given} or None)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def generate_kwargs(sampling: SamplingConfig) -> dict[str, Any]:
     if sampling.repetition_penalty is not None:
         kwargs["repetition_penalty"] = float(sampling.repetition_penalty)
     if sampling.logit_bias is not None:
-        kwargs["sequence_bias"] = [[[token], bias] for token, bias in dict(sampling.logit_bias).items()] or None
+        kwargs["sequence_bias"] = _sequence_bias(dict(sampling.logit_bias))
     if sampling.forbidden_tokens is not None:
         kwargs["suppress_tokens"], kwargs["bad_words_ids"] = list(sampling.forbidden_tokens) or None, None
     if sampling.stop_token_ids is not None:
@@ -147,13 +147,18 @@ def to_generation_config(sampling: ResolvedSampling) -> GenerationConfig:
     same = ("max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p")
     fields.update({name: getattr(sampling, name) for name in (*same, "repetition_penalty", "pad_token_id")})
     fields.update(eos_token_id=list(sampling.stop_token_ids) or None, num_return_sequences=sampling.n)
-    fields["sequence_bias"] = [[[token], bias] for token, bias in sampling.logit_bias] or None
+    fields["sequence_bias"] = _sequence_bias(dict(sampling.logit_bias))
     fields["suppress_tokens"] = list(sampling.forbidden_tokens) or None
     fields["begin_suppress_tokens"] = list(sampling.first_forbidden_tokens) or None
     config = GenerationConfig()
     for name, value in fields.items():  # one by one: the constructor refuses several greedy samples
         setattr(config, name, value)
     return config
+
+
+def _sequence_bias(biases: dict[int, float]) -> dict[tuple[int], float] | None:
+    """Biases as a dictionary: in the lists that transformers takes too, 4.57 refuses token 0."""
+    return {(token,): bias for token, bias in biases.items()} or None
 
 
 def _preparer_kwargs(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
