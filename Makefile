@@ -12,7 +12,7 @@ demo: .venv/package
 	$(BIN)/liveroll demo
 
 test: .venv/dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check .
