@@ -13,6 +13,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.decode.step import decode
 from liveroll.kv.storage import PagedStorage
+from liveroll.model.fusion import Fusion
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
 from liveroll.scheduling.plan import Outcome
@@ -39,7 +40,15 @@ def test_rows_write_at_their_next_position():
         state.load_table(np.array([[3, 5], [1, 2]], np.int32))
         before = [tensor.clone() for tensor in (*storage.keys, *storage.values)]
         slots = torch.tensor([0, 1, state.inert, state.inert])
-        report = decode(DecodeForward(model, False), state, slots, storage, ReferenceAttention(), 7, Variant.PLAIN)
+        report = decode(
+            DecodeForward(model, False, Fusion(model, False)),
+            state,
+            slots,
+            storage,
+            ReferenceAttention(),
+            7,
+            Variant.PLAIN,
+        )
     assert report[1].tolist() == [Outcome.RUNNING, Outcome.IDLE, Outcome.IDLE, Outcome.IDLE]
     for old, new in zip(before, (*storage.keys, *storage.values), strict=True):
         written = (old != new).flatten(2).any(dim=2)

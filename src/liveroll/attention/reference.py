@@ -53,14 +53,16 @@ class ReferenceAttention:
         """See `AttentionBackend.paged`."""
         for stored, given in ((keys, key), (values, value)):
             stored.flatten(0, 1).index_copy_(0, layout.index, given.to(stored.dtype))
-        size = keys.shape[1]
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        size, output = keys.shape[1], None
         for group in layout.groups(size):
             asked = query if group.rows is None else query[group.rows]
             answered = _attend_pages(asked, keys, values, group, size, traits, sinks)
             if group.rows is None:
                 return answered
+            if output is None:
+                output = answered.new_empty(*query.shape[:-1], value.shape[-1])
             output[group.rows] = answered
+        assert output is not None
         return output
 
 
