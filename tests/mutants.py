@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+# Sets up every test run, and must come before what leads to triton.
+import conftest  # noqa: F401
 import pytest
 
 # Imported once: each mutant is tested in a fork of this process, which must not have seen liveroll.
