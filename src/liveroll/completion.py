@@ -10,7 +10,7 @@ from liveroll.errors import PromptError
 
 FinishReason = Literal["stop", "length", "aborted"]
 
-BLANKS: dict[str, Any] = {"logprobs": 0.0, "raw_logprobs": 0.0, "top_logprobs": (), "kept_tokens": ()}
+BLANKS: dict[str, Any] = {"logprobs": 0.0, "raw_logprobs": 0.0, "top_logprobs": (), "kept_tokens": None}
 """Everything that is told of each token on request, and what it is for a forced one."""
 
 
@@ -48,8 +48,8 @@ class Completion:
             token id and log-probability, the most likely first and of equal ones the lowest id first; fewer than
             asked for where fewer are possible, none for a forced token. None where not asked for.
         kept_tokens: for each token the ids, ascending, among which top-k, top-p and min-p let it be drawn; None for a
-            token where they are more than asked for, () for a forced token. None where not asked for, or where nothing
-            is truncated.
+            token where they are more than asked for, and for a forced token. None where not asked for, or where
+            nothing is truncated.
     """
 
     prompt_index: int

@@ -241,7 +241,7 @@ def test_what_is_told_of_forced_tokens(route):
     )
     for first, completion in zip(batch.completions, again.completions, strict=True):
         count = len(first.token_ids)
-        for name, blank in (("logprobs", 0.0), ("raw_logprobs", 0.0), ("top_logprobs", ()), ("kept_tokens", ())):
+        for name, blank in (("logprobs", 0.0), ("raw_logprobs", 0.0), ("top_logprobs", ()), ("kept_tokens", None)):
             before, after = getattr(first, name), getattr(completion, name)
             assert (len(before), len(after)) == (count, count + 5)
             assert after[:count] == before
