@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from liveroll.errors import PromptError
@@ -69,8 +69,9 @@ class Completion:
     kept_tokens: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, _without_lists(getattr(self, each.name)))
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, _without_lists(value))
 
     @property
     def sampled_tokens(self) -> int:

@@ -118,10 +118,10 @@ class StepRunner:
         self._timeline.launch("prefill")
         self.prefilled_rows += len(plan.admitted)
         slots = self._decoder.state.admit(plan.admitted)
-        report = torch.empty(3 + self._wanted.rows, len(slots), dtype=torch.int32, device=slots.device)
+        sampled: list[tuple[np.ndarray, Tensor]] = []
         if earlier := [source for source in takers if source < 0]:
             logits = self._logits.of([plan.group_of(source) for source in earlier])
-            self._sample(logits, [takers[source] for source in earlier], slots, report)
+            sampled.append(self._sample(logits, [takers[source] for source in earlier], slots))
         if prefill is not None:
             for forward in prefill.forwards:
                 logits = self._prefill.run(requests, forward, prefill.route)
@@ -129,20 +129,23 @@ class StepRunner:
                 for place, source in enumerate(sources):
                     if source in plan.kept:
                         self._logits.keep(plan.group_of(source), logits[place])
-                self._sample(logits, [takers[source] for source in sources], slots, report)
+                sampled.append(self._sample(logits, [takers[source] for source in sources], slots))
         self._logits.drop_others({plan.group_of(source) for source in plan.kept})
         if plan.copies:
             old, new = upload(np.ascontiguousarray(np.array(plan.copies, np.int64).T), slots.device)
             self._decoder.storage.copy_pages(old, new)
-        return report
+        return _join(sampled, len(slots))
 
-    def _sample(self, logits: Tensor, takers: Sequence[Sequence[int]], slots: Tensor, report: Tensor) -> None:
-        """Sample from each row of logits as often as it has takers, into their columns of the report."""
-        rows = upload(np.concatenate([np.array(row, np.int64) for row in takers]), slots.device)
-        if len(rows) > len(logits):
+    def _sample(
+        self, logits: Tensor, takers: Sequence[Sequence[int]], slots: Tensor
+    ) -> tuple[np.ndarray, Tensor]:
+        """Sample from each row of logits as often as it has takers: which slots these are, and their report."""
+        columns = np.array([taker for row in takers for taker in row], np.int64)
+        if len(columns) > len(logits):
             places = np.repeat(np.arange(len(takers)), [len(row) for row in takers])
             logits = logits[upload(places, slots.device)]
-        report[:, rows] = advance(self._decoder.state, slots[rows], logits, self._variant, self._wanted)
+        chosen = slots if _are_all(columns, len(slots)) else slots[upload(columns, slots.device)]
+        return columns, advance(self._decoder.state, chosen, logits, self._variant, self._wanted)
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self._timeline.enter("capture")
@@ -150,3 +153,18 @@ class StepRunner:
         self._timeline.launch("decode")
         self.decode_steps += 1
         return self._decoder.launch(plan.slots, plan.longest, self._variant, self._wanted)
+
+
+def _are_all(columns: np.ndarray, count: int) -> bool:
+    return np.array_equal(columns, np.arange(count))
+
+
+def _join(sampled: Sequence[tuple[np.ndarray, Tensor]], count: int) -> Tensor:
+    """One report of reports that belong to some of its columns each."""
+    columns, first = sampled[0]
+    if _are_all(columns, count):
+        return first
+    report = first.new_empty(len(first), count)
+    for columns, part in sampled:
+        report[:, upload(columns, part.device)] = part
+    return report

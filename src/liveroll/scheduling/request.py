@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -105,7 +106,7 @@ class Request:
         """Most positions whose keys and values it can come to need: the last token is never fed back."""
         return len(self.prompt) + self.most_tokens - 1
 
-    @property
+    @cached_property
     def _forced(self) -> int:
         return len(self.given_mask) - int(self.given_mask.sum())
 

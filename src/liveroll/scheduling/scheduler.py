@@ -181,15 +181,16 @@ class Scheduler:
             len(self._waiting), REFILL_SHARE * len(self._position)
         )
         admitted: list[tuple[Request, Grant]] = []
+        # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
+        growing = int((self._active & (self._covered < self._longest)).sum())
         while self._waiting and self._free_slots and (refills or self._sharing.is_ready(self._waiting[0])):
             request = self._waiting[0]
-            # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
-            growing = int((self._active & (self._covered < self._longest)).sum())
             grant = self._sharing.admit(request, growing, self._waiting)
             if grant is None:
                 break
             self._waiting.popleft()
             self._start(request)
+            growing += int(self._covered[request.slot] < self._longest[request.slot])
             admitted.append((request, grant))
         return self._sharing.make_step(admitted, self._tenancy) if admitted else None
 
