@@ -22,9 +22,11 @@ WORK = WorkloadRange(min_length=2, max_length=32, max_batch=4)
 def test_calibration_and_sweep(capture, tmp_path):
     """Guards against captured steps timed as eager ones, memory that is not given back, and unlike tokens."""
     model = build("qwen3").cuda()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     config = RolloutConfig(capture=capture)
+    # The first one leaves the workspaces of cuBLAS behind, which torch keeps for each stream.
+    calibrate(model, WorkloadRange(min_length=2, max_length=4, max_batch=1), config, repeats=1)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     calibration = calibrate(model, WORK, config, repeats=2)
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 2**20

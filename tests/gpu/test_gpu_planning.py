@@ -2,7 +2,7 @@
 
 import warnings
 
-import torch
+from device_waits import watching_waits
 from zoo import VOCAB_SIZE, build, left_pad, ragged_prompts
 
 from liveroll import RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
@@ -17,13 +17,9 @@ def test_one_read_for_any_number_of_rows():
         prompts = ragged_prompts(VOCAB_SIZE, rows, [1 + row % 9 for row in range(rows)])
         ids, mask = (tensor.cuda() for tensor in left_pad(prompts, 0))
         engine.plan(RolloutRequest(ids, mask.bfloat16()), sampling)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                plan = engine.plan(RolloutRequest(ids, mask.bfloat16()), sampling)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with watching_waits("warn"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = engine.plan(RolloutRequest(ids, mask.bfloat16()), sampling)
         assert list(plan.lengths) == [len(prompt) for prompt in prompts]
         waits.append(len(caught))
     assert waits[0] == waits[1] >= 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import watching_waits
 from plain_sampler import plain_greedy
 from sampled_rows import admitted, moved, request_with
 from zoo import VOCAB_SIZE, build, ragged_prompts
@@ -107,11 +108,8 @@ def test_captured_and_without_a_look_from_the_host(variant, wanted):
     state, slots = rows_on_gpu(SETTINGS)
     logits = made("peaked", len(SETTINGS), torch.bfloat16).cuda()
     sample_fused(logits, state, slots, variant, wanted)  # the first call compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with watching_waits("error"):
         sample_fused(logits, state, slots, variant, wanted)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

@@ -136,9 +136,7 @@ class StepRunner:
             self._decoder.storage.copy_pages(old, new)
         return _join(sampled, len(slots))
 
-    def _sample(
-        self, logits: Tensor, takers: Sequence[Sequence[int]], slots: Tensor
-    ) -> tuple[np.ndarray, Tensor]:
+    def _sample(self, logits: Tensor, takers: Sequence[Sequence[int]], slots: Tensor) -> tuple[np.ndarray, Tensor]:
         """Sample from each row of logits as often as it has takers: which slots these are, and their report."""
         columns = np.array([taker for row in takers for taker in row], np.int64)
         if len(columns) > len(logits):
