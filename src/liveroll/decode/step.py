@@ -7,11 +7,11 @@ from torch import Tensor
 from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PagedCall
-from liveroll.attention.layout import PagedLayout
 from liveroll.decode.advance import advance
 from liveroll.decode.feeding import DecodeForward
+from liveroll.decode.locate import locate
 from liveroll.decode.sampler import Variant
-from liveroll.decode.state import Column, RowState
+from liveroll.decode.state import RowState
 from liveroll.kv.storage import PagedStorage
 from liveroll.scheduling.details import NOTHING, Wanted
 
@@ -41,13 +41,7 @@ def decode(
     Returns:
         The report of `advance`, `[3 + wanted.rows, B]` int32.
     """
-    numbers = state.numbers[slots]
-    position = numbers[:, Column.POSITION]
-    table = state.block_table[slots]
-    # A row that stopped, unknown to the host yet, still has its pages and writes there; the inert slot has scratch.
-    page = table.gather(1, position[:, None] // storage.page_size)[:, 0].long()
-    index = page * storage.page_size + position % storage.page_size
-    layout = PagedLayout(table, position + 1, index, longest)
+    tokens, positions, layout = locate(state.numbers, state.block_table, slots, storage.page_size, longest)
     with interface.bound(PagedCall(backend, storage, layout)):
-        logits = forward(numbers[:, :1], position[:, None])
+        logits = forward(tokens, positions)
     return advance(state, slots, logits[:, -1], variant, wanted)

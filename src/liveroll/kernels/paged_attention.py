@@ -52,30 +52,16 @@ def _attend(
     )  # fmt: skip
     k_new = tl.load(key + row * kn_row + head * kn_head + kd, mask=in_k, other=0.0).to(keys.dtype.element_ty)
     v_new = tl.load(value + row * vn_row + head * vn_head + vd, mask=in_v, other=0.0).to(values.dtype.element_ty)
-    if has_new:
-        at = tl.load(index + row)
-        page, offset = at // PAGE, at % PAGE
-        tl.store(keys + page * k_page + offset * k_token + head * k_head + kd, k_new, mask=in_k)
-        tl.store(values + page * v_page + offset * v_token + head * v_head + vd, v_new, mask=in_v)
-
-    # The new token comes from where the model put it, so nobody waits for its page to be written.
-    score_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-    if SOFTCAP:
-        score_new = softcap * (2.0 * tl.sigmoid(2.0 * score_new / softcap) - 1.0)
-    # Finite where there is no key yet: the difference of two infinities is not a number.
-    top = tl.where(has_new, score_new * _LOG2_E, -1e30)
-    total = tl.where(has_new, tl.full([GROUP_P], 1.0, tl.float32), 0.0)
-    acc = total[:, None] * v_new.to(tl.float32)[None, :]
+    top = tl.full([GROUP_P], -1e30, tl.float32)  # finite: the difference of two infinities is not a number
+    total = tl.zeros([GROUP_P], tl.float32)
+    acc = tl.zeros([GROUP_P, V_DIM_P], tl.float32)
     if SINKS:
         # A sink is a key without a value; the first split has it.
         sink = tl.load(sinks + head * GROUP + g, mask=g < tl.where(split == 0, GROUP, 0), other=float("-inf")).to(
             tl.float32
         )
-        higher = tl.maximum(top, sink * _LOG2_E)
-        decay = tl.exp2(top - higher)
-        total = total * decay + tl.exp2(sink * _LOG2_E - higher)
-        acc = acc * decay[:, None]
-        top = higher
+        top = tl.maximum(top, sink * _LOG2_E)
+        total = tl.exp2(sink * _LOG2_E - top)
     for begin in range(low, tl.minimum(high, end - 1), BLOCK):
         position = begin + t
         inside = (position < high) & (position < end - 1)
@@ -99,6 +85,23 @@ def _attend(
         )  # fmt: skip
         acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = higher
+
+    # The new token comes from where the model put it, so nobody waits for its page to be written. It comes last: loads
+    # of the others are not held up by its sums, nor by its stores.
+    if has_new:
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        if SOFTCAP:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+        score *= _LOG2_E
+        higher = tl.maximum(top, score)
+        decay, p = tl.exp2(top - higher), tl.exp2(score - higher)
+        total = total * decay + p
+        acc = acc * decay[:, None] + p[:, None] * v_new.to(tl.float32)[None, :]
+        top = higher
+        at = tl.load(index + row)
+        page, offset = at // PAGE, at % PAGE
+        tl.store(keys + page * k_page + offset * k_token + head * k_head + kd, k_new, mask=in_k)
+        tl.store(values + page * v_page + offset * v_token + head * v_head + vd, v_new, mask=in_v)
 
     result = acc / total[:, None]
     at_head = row * HEADS * GROUP + head * GROUP + g
