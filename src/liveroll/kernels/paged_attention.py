@@ -15,6 +15,8 @@ from torch import Tensor
 
 _BLOCK = 64
 _LEAST_CHUNK = 128
+# Every further split costs its launch and a part of the merge, also for rows that are too short to use it.
+_KEYS_A_SPLIT = 256
 _MOST_SPLITS = 32
 # Programs enough to fill a GPU of 132 multiprocessors a few times over.
 _PROGRAMS = 528
@@ -180,7 +182,7 @@ def paged_attention(
     page_size, heads, value_dim = values.shape[1:]
     group = query_heads // heads
     reach = longest if window is None else min(longest, window)
-    wanted = min(_PROGRAMS // (rows * heads), -(-reach // _LEAST_CHUNK), _MOST_SPLITS)
+    wanted = min(_PROGRAMS // (rows * heads), -(-reach // _KEYS_A_SPLIT), _MOST_SPLITS)
     splits = triton.next_power_of_2(max(wanted, 1))
     output = torch.empty(rows, query_heads, value_dim, dtype=query.dtype, device=query.device)
     partials = rows * query_heads * splits if splits > 1 else 0

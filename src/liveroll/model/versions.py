@@ -165,8 +165,8 @@ COMPILE_FAILURES = (TorchDynamoException, InductorError)
 
 
 def inductor(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a traced graph as `torch.compile` does by default."""
-    compiled: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
+    """Compile a traced graph as `torch.compile` does by default, small kernels beside one another merged."""
+    compiled: Callable[..., Any] = lookup_backend("inductor")(graph, inputs, config_patches={"combo_kernels": True})
     return compiled
 
 
