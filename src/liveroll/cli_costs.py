@@ -24,7 +24,7 @@ def calibrate(
         int | None, typer.Option(help="Tokens of the longest; 512, or what the model allows.")
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Prompts that run side by side, at most.")] = 32,
-    repeats: Annotated[int, typer.Option(help="How often each call is timed.")] = 3,
+    repeats: Annotated[int, typer.Option(help="How often each call is timed, at most.")] = 5,
     capture: Annotated[bool | None, _CAPTURE] = None,
     compile_steps: Annotated[bool, _COMPILE] = False,
     fuse: Annotated[bool, _FUSE] = False,
