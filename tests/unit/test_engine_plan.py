@@ -217,7 +217,7 @@ def test_a_refill_is_planned_for_its_own_prompts(monkeypatch):
 
     monkeypatch.setattr(PrefillPlanner, "plan", noted)
     prompts = [[1] * 3, [2] * 4, [3] * 5, [4] * 6]
-    budgets = [2, 9, 9, 2]
+    budgets = [9, 6, 4, 2]
     settings = [SamplingConfig(max_new_tokens=budget, temperature=0, stop_token_ids=()) for budget in budgets]
     auto_routes = ("packed", "bucketed")
     RolloutEngine(
