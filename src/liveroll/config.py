@@ -44,7 +44,7 @@ class RolloutConfig:
             must be another.
         costs: what forwards and decode steps take: a `CostModel`, a file of costs measured with this model and
             device, or None for the defaults of `CostModel`. `auto` measures them before the first call that goes by
-            them, which takes some seconds on a GPU, and keeps them in the user's cache folder for later engines.
+            them, which takes about 12 seconds, and keeps them in the user's cache folder for later engines.
         prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit. Where
             `costs` are given, the smaller of this and their `max_tokens` holds.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;

@@ -85,7 +85,7 @@ def test_the_model_is_left_as_found():
         ({"max_length": 510}, {}, f"510 tokens and the {DECODE_STEPS + 1} .* max_position_embeddings, 512; lower"),
         ({"max_length": 30}, {"max_length": 32}, r"do not fit RolloutConfig\.max_length, 32; lower max_length"),
         ({"max_length": 30}, {"prefill_max_tokens": 20}, "30 tokens are over prefill_max_tokens, 20"),
-        ({"max_batch": 10**9}, {}, r"rows of 13 tokens take .* GiB, and .* are free; lower max_batch or max_length"),
+        ({"max_batch": 10**9}, {}, r"rows of 11 tokens take .* GiB, and .* are free; lower max_batch or max_length"),
     ],
 )
 def test_a_range_that_cannot_be_measured_is_refused(work, config, message):
@@ -116,6 +116,17 @@ def test_the_range_of_an_engine():
     huge = range_of(MODEL, RolloutConfig(max_slots=10**9))
     assert 1 < huge.max_batch < 10**9
     assert huge.max_length == most
+
+
+def test_a_range_is_cut_to_the_time_there_is():
+    """Guards against a first call that waits for minutes where forwards are slow, and against a cut without need."""
+    work = WorkloadRange(min_length=2, max_length=40, max_batch=8)
+    in_no_time = calibrate(MODEL, work, repeats=1, seconds=1e-9)
+    assert {(point.rows, point.width) for point in in_no_time.points} == {(1, 1)}
+    in_good_time = calibrate(MODEL, work, repeats=1, seconds=600.0)
+    assert {(point.rows, point.width) for point in in_good_time.points} > {(1, 2), (1, 40), (8, 2), (8, 40)}
+    assert in_good_time.calls == 24
+    assert 0 < in_good_time.setup_seconds < in_good_time.seconds
 
 
 @pytest.mark.parametrize("route", ["auto", "bucketed"])

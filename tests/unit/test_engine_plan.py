@@ -21,6 +21,7 @@ from liveroll import (
 )
 from liveroll.model.geometry import AttentionTraits, LayerSpec, ModelShape
 from liveroll.model.identity import counted_geometry, declared_geometry
+from liveroll.planning.prefill import PrefillPlanner
 from liveroll.prompts import read_prompts
 
 MODEL = zoo.build("llama")
@@ -203,6 +204,27 @@ def test_a_call_goes_to_generate_only_where_it_fits(setting, least, reason):
         else:
             assert plan.route == "packed"
             assert reason in obstacle
+
+
+def test_a_refill_is_planned_for_its_own_prompts(monkeypatch):
+    """Guards against running rows that are planned, and so priced, again with every prompt that is admitted."""
+    admissions = []
+    plan = PrefillPlanner.plan
+
+    def noted(self, lengths):
+        admissions.append(list(lengths))
+        return plan(self, lengths)
+
+    monkeypatch.setattr(PrefillPlanner, "plan", noted)
+    prompts = [[1] * 3, [2] * 4, [3] * 5, [4] * 6]
+    budgets = [9, 6, 4, 2]
+    settings = [SamplingConfig(max_new_tokens=budget, temperature=0, stop_token_ids=()) for budget in budgets]
+    auto_routes = ("packed", "bucketed")
+    RolloutEngine(
+        MODEL, config=RolloutConfig(prefill_route="auto", auto_routes=auto_routes, max_slots=2, run_ahead=0)
+    ).generate(prompts, settings)
+    assert sorted(length for admission in admissions for length in admission) == [3, 4, 5, 6]
+    assert [len(admission) for admission in admissions] == [2, 1, 1]
 
 
 def test_a_stream_takes_the_planned_route():

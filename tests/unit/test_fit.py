@@ -68,6 +68,16 @@ def test_noise_moves_estimates_no_further_than_itself():
     assert all(getattr(fitted, name) >= 0 for name in COEFFICIENTS)
 
 
+def test_one_disturbed_prefill_moves_little():
+    """Guards against squared errors, by which one call that something else delayed bends all other estimates."""
+    points = points_of(exact)
+    for place, point in enumerate(points):
+        if point.kind == "prefill":
+            disturbed = [*points[:place], dataclasses.replace(point, ms=1.5 * point.ms), *points[place + 1 :]]
+            errors = errors_of(points, fit_costs(disturbed, GEOMETRY, None), GEOMETRY)
+            assert sum(map(abs, errors)) / len(errors) < 0.005, point
+
+
 def test_small_shapes_count_as_much_as_large_ones():
     """Guards against a fit of absolute errors, in which what a second is off by hides all of a short prefill."""
 

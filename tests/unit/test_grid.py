@@ -31,12 +31,28 @@ def test_the_corners_are_measured():
             for width in (16, 512):
                 assert Cell(route, rows, width, 0) in cells
     for route in ("packed", "ordinary"):
-        assert {(cell.rows, cell.width) for cell in cells if cell.route == route and cell.steps == DECODE_STEPS} >= {
-            (1, 16),
-            (32, 16),
-            (32, 512),
-        }
-    assert len([cell for cell in cells if cell.route == "equal_width"]) == 12
+        corners = {(cell.rows, cell.width) for cell in cells if cell.route == route and cell.steps == DECODE_STEPS}
+        assert corners == {(1, 16), (1, 512), (32, 16), (32, 512)}
+    assert len(cells) == 24
+
+
+def test_the_corners_are_all_that_is_needed():
+    """Guards against a coefficient that nothing tells where time allows the needed cells only."""
+    cells = plan_grid(WorkloadRange(min_length=16, max_length=512, max_batch=32), 65536)
+    needed = [cell for cell in cells if cell.needed]
+    assert cells[: len(needed)] == tuple(needed)
+    assert {(cell.rows, cell.width) for cell in needed} == {(1, 16), (1, 512), (32, 16), (32, 512)}
+    assert len(needed) == 16
+
+
+def test_a_range_is_halved_until_nothing_is_left():
+    """Guards against a range that never gets small enough, or whose shortest prompt is longer than its longest."""
+    work: WorkloadRange | None = WorkloadRange(min_length=3, max_length=7, max_batch=3)
+    seen = []
+    while work is not None:
+        seen.append((work.max_batch, work.min_length, work.max_length))
+        work = work.halved()
+    assert seen == [(3, 3, 7), (2, 3, 7), (1, 3, 7), (1, 3, 4), (1, 2, 2), (1, 1, 1)]
 
 
 def test_a_range_of_one_shape():

@@ -24,6 +24,8 @@ COEFFICIENTS = (*_PADDED, *_PACKED, "ordinary_fixed_ms", *_DECODE, *_ORDINARY)
 """Those that are fitted: all of `CostModel` but its limit."""
 
 _ZERO: dict[str, float | None] = dict.fromkeys(COEFFICIENTS, 0.0)
+_CLOSE = 0.02
+_ROUNDS = 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,10 @@ def fit_costs(points: Sequence[Measurement], geometry: ModelGeometry, max_tokens
 
     All measurements are fitted at once, since routes share coefficients: what `model.generate` stores in no pages
     tells storing from computing. An error counts relative to what was measured, so that small shapes, whose
-    milliseconds are few, are estimated as well as large ones. Lawson and Hanson's non-negative least squares:
-    doi:10.1137/1.9781611971217.
+    milliseconds are few, are estimated as well as large ones. Errors of more than 2% count by their size and not by its
+    square (Huber 1964, doi:10.1214/aoms/1177703732), or one disturbed measurement, and the corner that no linear
+    formula follows, would bend all other estimates. Lawson and Hanson's non-negative least squares,
+    doi:10.1137/1.9781611971217, weighted anew in each round.
 
     Args:
         points: measurements, prefills and decode steps of each of packed, padded and ordinary rows.
@@ -85,7 +89,11 @@ def fit_costs(points: Sequence[Measurement], geometry: ModelGeometry, max_tokens
     from scipy.optimize import nnls  # takes a third of a second to import
 
     # Columns of one size, so that what counts as zero is the same for all coefficients.
-    scaled, _ = nnls(shares / sizes, np.ones(len(points)))
+    columns = shares / sizes
+    weights = np.ones(len(points))
+    for _ in range(_ROUNDS):
+        scaled, _ = nnls(columns * weights[:, None], weights)
+        weights = np.sqrt(_CLOSE / np.maximum(np.abs(columns @ scaled - 1.0), _CLOSE))
     return replace(nothing, **dict(zip(COEFFICIENTS, (scaled / sizes).tolist(), strict=True)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,8 +22,9 @@ from liveroll.planning.costs_file import CostsFile
 from liveroll.planning.fit import Measurement, fit_costs, predict_ms
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.routes import ROUTES
-from liveroll.tools.grid import DECODE_STEPS, WorkloadRange, plan_grid
-from liveroll.tools.measure import Sample, Stopwatch, read_off, take_samples
+from liveroll.tools.grid import DECODE_STEPS, Cell, WorkloadRange, plan_grid
+from liveroll.tools.measure import Pace, Sample, Stopwatch, take_samples
+from liveroll.tools.readings import read_off
 
 # Of the memory that is free, this share may be keys and values; forwards need the rest.
 _KV_SHARE = 0.8
@@ -37,13 +39,17 @@ class Calibration:
         file: the costs with all that says what they are costs of.
         points: what was measured.
         geometry: the model's.
+        calls: calls that were timed for them.
         seconds: how long it took.
+        setup_seconds: how much of that went into loading kernels, capturing, and calls that were not counted.
     """
 
     file: CostsFile
     points: tuple[Measurement, ...]
     geometry: ModelGeometry
+    calls: int
     seconds: float
+    setup_seconds: float
 
     @property
     def costs(self) -> CostModel:
@@ -56,7 +62,7 @@ def calibrate(
     work: WorkloadRange,
     config: RolloutConfig | None = None,
     *,
-    repeats: int = 3,
+    repeats: int = 5,
     seconds: float | None = None,
     known: Mapping[str, Sample] | None = None,
     keep: Callable[[Sample], None] = lambda sample: None,
@@ -70,8 +76,8 @@ def calibrate(
         model: the model, as an engine is given it.
         work: the calls that the costs are to hold for.
         config: the configuration of the engines that will use them; slots, memory and route are not taken from it.
-        repeats: how often each call is timed.
-        seconds: after so long no further repeat is begun; None for no such limit.
+        repeats: how often each call is timed, at most; those whose times agree are timed twice.
+        seconds: what it may take, about; None for no limit. A range that takes longer is halved until it does not.
         known: samples of an earlier run by their ids, which are not taken again.
         keep: called with each new sample.
 
@@ -80,23 +86,21 @@ def calibrate(
         UnsupportedModelError: the engine cannot run the model.
         CaptureError: decode steps must be captured and cannot be.
     """
-    config = config or RolloutConfig()
+    config, known = config or RolloutConfig(), known or {}
     own = unwrap(model)
     check_range(work, own, config)
-    cells = plan_grid(work, config.prefill_max_tokens)
     began = time.perf_counter()
-    last = began
 
-    def may_repeat() -> bool:
-        nonlocal last
-        now = time.perf_counter()
-        took, last = now - last, now
-        return seconds is None or now - began + took <= seconds
+    def seconds_left() -> float:
+        return math.inf if seconds is None else seconds - (time.perf_counter() - began)
 
     with RolloutEngine(model, config=_measuring(config, work)) as engine:
         stopwatch = Stopwatch(engine, own.config.get_text_config().vocab_size)
         try:
-            samples = take_samples(stopwatch, cells, repeats, known or {}, keep, may_repeat)
+            if seconds is not None:
+                work = _within(seconds_left, work, Pace.of(stopwatch, work), config)
+            cells = plan_grid(work, config.prefill_max_tokens)
+            samples = take_samples(stopwatch, cells, repeats, known, keep, seconds_left)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the memory of the device does not hold forwards over {work}; lower max_length or max_batch"
@@ -106,7 +110,9 @@ def calibrate(
     costs = fit_costs(points, geometry, config.prefill_max_tokens)
     rows = [{**asdict(point), "predicted_ms": predict_ms(point, costs, geometry)} for point in points]
     file = CostsFile(costs, describe_origin(own, config, ranks=1), tuple(rows))
-    return Calibration(file, points, geometry, time.perf_counter() - began)
+    counted = sum(sample.wall_ms for sample in samples if sample.id not in known) / 1e3
+    took = time.perf_counter() - began
+    return Calibration(file, points, geometry, len(samples), took, took - counted)
 
 
 def check_range(work: WorkloadRange, model: PreTrainedModel, config: RolloutConfig) -> None:
@@ -143,13 +149,22 @@ def longest_prompt(model: PreTrainedModel, config: RolloutConfig) -> int:
 
 def range_of(model: PreTrainedModel, config: RolloutConfig) -> WorkloadRange:
     """The calls that an engine of this configuration takes, as far as the memory that is free holds them."""
-    length, batch = longest_prompt(model, config), config.max_slots
-    while True:
-        work = WorkloadRange(min_length=min(_SHORTEST, length), max_length=length, max_batch=batch)
-        fits = _kv_bytes(work, model, config) <= free_bytes(model.device) * _KV_SHARE / 2
-        if fits or batch == length == 1:
-            return work
-        length, batch = (length, -(-batch // 2)) if batch > 1 else (-(-length // 2), batch)
+    length = longest_prompt(model, config)
+    work = WorkloadRange(min_length=min(_SHORTEST, length), max_length=length, max_batch=config.max_slots)
+    while _kv_bytes(work, model, config) > free_bytes(model.device) * _KV_SHARE / 2 and (less := work.halved()):
+        work = less
+    return work
+
+
+def _within(seconds_left: Callable[[], float], work: WorkloadRange, pace: Pace, config: RolloutConfig) -> WorkloadRange:
+    """As large a part of a range as can be measured twice, where it is needed, in the time that is left."""
+
+    def needed(work: WorkloadRange) -> list[Cell]:
+        return [cell for cell in plan_grid(work, config.prefill_max_tokens) if cell.needed]
+
+    while 2 * pace.seconds_of(needed(work)) > seconds_left() and (less := work.halved()):
+        work = less
+    return work
 
 
 def _row_limits(model: PreTrainedModel, config: RolloutConfig) -> dict[str, int]:

@@ -34,7 +34,7 @@ class CalibrateOptions:
         min_length: tokens of the shortest prompt.
         max_length: tokens of the longest prompt; None for 512, or what the model allows.
         max_batch: prompts that run side by side, at most.
-        repeats: how often each is timed.
+        repeats: how often each is timed, at most.
         capture: whether decode steps are captured.
         compile: whether they are compiled.
         fuse: whether projections of one input are one product in them; moves the weights side by side.
@@ -51,7 +51,7 @@ class CalibrateOptions:
     min_length: int = 16
     max_length: int | None = None
     max_batch: int = 32
-    repeats: int = 3
+    repeats: int = 5
     capture: bool | Literal["auto"] = "auto"
     compile: bool = False
     fuse: bool = False
@@ -144,8 +144,9 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
     mean = sum(map(abs, errors)) / len(errors)
     worst = max(map(abs, errors))
     console.print(
-        f"{len(errors)} points in {calibration.seconds:.1f} s; estimates are off by {mean:.1%} on average, "
-        f"{worst:.1%} at worst",
+        f"{len(errors)} points from {calibration.calls} calls in {calibration.seconds:.1f} s, of which "
+        f"{calibration.setup_seconds:.1f} s went into first calls and captures; estimates are off by {mean:.1%} on "
+        f"average, {worst:.1%} at worst",
         highlight=False,
     )
 
@@ -180,6 +181,7 @@ class _Bar:
             TimeRemainingColumn(),
             console=console,
         )
+        self._total = total
         self._task = self._progress.add_task("", total=total, completed=done, cell="")
 
     def advance(self, cell: Cell) -> None:
@@ -189,5 +191,7 @@ class _Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:  # calls whose times agree were not repeated
+            self._progress.update(self._task, completed=self._total)
         self._progress.stop()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from liveroll.tools.calibrate import Calibration, calibrate, longest_prompt, ran
 
 logger = logging.getLogger("liveroll")
 
-# No repeat is begun that would make the first call of an engine wait for longer.
+# What the first call of an engine may wait for, about.
 _SECONDS = 12.0
 
 
@@ -66,9 +66,10 @@ def _measure(model: PreTrainedModel, config: RolloutConfig) -> Calibration:
         try:
             return calibrate(model, work, config, seconds=_SECONDS)
         except ConfigError as error:
-            if work.max_batch == 1 or not isinstance(error.__cause__, torch.OutOfMemoryError):
+            less = work.halved()
+            if less is None or not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
-        work = replace(work, max_batch=-(-work.max_batch // 2))
+        work = less
 
 
 def _name_of(origin: CostsOrigin, longest: int, config: RolloutConfig) -> str:

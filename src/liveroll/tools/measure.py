@@ -1,23 +1,23 @@
-"""Timing uniform calls of an engine, and what their times say of prefills and decode steps."""
+"""Timing uniform calls of an engine."""
 
 from __future__ import annotations
 
+import math
 import random
-import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from liveroll.config import Route
 from liveroll.engine import RolloutEngine
-from liveroll.planning.fit import Measurement
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.beside import beside
-from liveroll.tools.grid import Cell
+from liveroll.tools.grid import Cell, WorkloadRange
 from liveroll.tools.workloads import draw_prompts
 
-_LEAST_SHARE = 0.05
+_SETTLED = 0.03
 _GREEDY = SamplingConfig(
     max_new_tokens=1, min_new_tokens=0, temperature=0, repetition_penalty=1.0, stop_token_ids=(), logprobs=False
 )
@@ -46,6 +46,13 @@ class Sample:
         """A name that no other sample of a run has."""
         return sample_id(self.cell, self.repeat)
 
+    @property
+    def counted_ms(self) -> tuple[float, ...]:
+        """The times that are read off it."""
+        if self.cell.route == "ordinary":
+            return self.wall_ms - self.decode_ms, self.decode_ms
+        return (self.decode_ms if self.cell.steps else self.prefill_ms,)
+
 
 def sample_id(cell: Cell, repeat: int) -> str:
     """Name a sample before it is taken."""
@@ -72,12 +79,15 @@ class Stopwatch:
         return timed.plan([[0]], _GREEDY).geometry
 
     def time(self, cell: Cell, repeat: int = 0) -> Sample:
-        """Run a cell once."""
+        """Run a cell once; once more where something was captured on the way."""
         if cell.route not in self._engines:
             self._engines[cell.route] = beside(self._engine, prefill_route=cell.route)
         prompts = draw_prompts([cell.width] * cell.rows, self._vocab_size, seed=repeat)
         sampling = replace(_GREEDY, max_new_tokens=cell.steps + 1)
-        profile = self._engines[cell.route].generate(prompts, sampling).stats.profile
+        stats = self._engines[cell.route].generate(prompts, sampling).stats
+        if stats.captures:
+            stats = self._engines[cell.route].generate(prompts, sampling).stats
+        profile = stats.profile
         assert profile is not None
         on_device = profile.prefill_device_ms
         return Sample(
@@ -95,89 +105,108 @@ def take_samples(
     repeats: int,
     known: Mapping[str, Sample],
     keep: Callable[[Sample], None],
-    may_repeat: Callable[[], bool] = lambda: True,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> list[Sample]:
     """Time every cell, all of them in turn before any is repeated, so that what drifts drifts for all alike.
+
+    The first call of a kind, which loads kernels, is not counted. From the third on a call is repeated only while its
+    two shortest times are more than 3% apart.
 
     Args:
         stopwatch: runs them.
         cells: what to run.
-        repeats: how often.
+        repeats: how often, at most.
         known: samples of an earlier run by their ids, which are not taken again.
         keep: called with each new sample.
-        may_repeat: asked before each repeat but the first; False ends it.
+        seconds_left: what may still be spent; calls that are expected to take longer are left out, but for the first
+            of each cell that is needed.
 
     Returns:
         The samples, known ones among them.
     """
-    samples: list[Sample] = []
-    missing = [cell for cell in cells if any(sample_id(cell, repeat) not in known for repeat in range(repeats))]
-    for cell in _warm_ups(missing):
-        stopwatch.time(cell)
+    taken: defaultdict[Cell, list[Sample]] = defaultdict(list)
+    took: dict[Cell, float] = {}
+    warm: set[tuple[object, ...]] = set()
     for repeat in range(repeats):
-        if repeat and not may_repeat():
-            break
-        order = list(cells)
-        random.Random(repeat).shuffle(order)
-        for cell in order:
+        for cell in _order(cells, repeat):
             sample = known.get(sample_id(cell, repeat))
             if sample is None:
+                if repeat >= 2 and _is_settled(taken[cell]):
+                    continue
+                if (repeat or not cell.needed) and _expected_seconds(cell, took) > seconds_left():
+                    continue
+                if not warm.issuperset(kinds := _kinds_of(cell)):
+                    stopwatch.time(cell)
+                    warm.update(kinds)
+                began = time.perf_counter()
                 sample = stopwatch.time(cell, repeat)
+                took[cell] = time.perf_counter() - began
                 keep(sample)
-            samples.append(sample)
-    return samples
+            taken[cell].append(sample)
+    return [sample for samples in taken.values() for sample in samples]
 
 
-def read_off(samples: Sequence[Sample]) -> list[Measurement]:
-    """What samples say of prefills and decode steps, by the median over repeats.
+@dataclass(frozen=True)
+class Pace:
+    """How long calls are expected to take: forwards a straight line's time in their tokens.
 
-    What a call of the engine does besides its forwards is left out of all of them, since every route does it. A call
-    of `model.generate` counts whole but for its decode steps and that, so that routes compare as whole calls do.
+    Attributes:
+        seconds: of a call over one row that only prefills.
+        width: tokens of that row.
+        per_token: seconds that a token more takes.
     """
-    by_cell: defaultdict[Cell, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_cell[sample.cell].append(sample)
-    points: list[Measurement] = []
-    for cell, taken in by_cell.items():
-        if cell.steps:
-            points.append(cell.measured("decode", _median(sample.decode_ms for sample in taken) / cell.steps))
-        if cell.route == "ordinary":
-            whole = _median(sample.wall_ms - sample.decode_ms for sample in taken)
-            # Noise may leave nothing of a prefill that is shorter than what surrounds it.
-            prefill = max(whole - _around_forwards(by_cell, cell.rows), _LEAST_SHARE * whole)
-            points.append(cell.measured("prefill", prefill))
-        elif not cell.steps:
-            points.append(cell.measured("prefill", _median(sample.prefill_ms for sample in taken)))
-    return points
+
+    seconds: float
+    width: int
+    per_token: float
+
+    @classmethod
+    def of(cls, stopwatch: Stopwatch, work: WorkloadRange) -> Pace:
+        """By what the shortest and the longest row of a range take."""
+        low, high = (Cell("equal_width", 1, width, 0) for width in (work.min_length, work.max_length))
+        stopwatch.time(low)
+        first, last = (stopwatch.time(cell).wall_ms / 1e3 for cell in (low, high))
+        return cls(first, low.width, max(last - first, 0.0) / max(high.width - low.width, 1))
+
+    def seconds_of(self, cells: Iterable[Cell]) -> float:
+        """How long cells take together, each decode step as long as a forward over a token of each row."""
+        return sum(self._forward(cell.rows * cell.width) + cell.steps * self._forward(cell.rows) for cell in cells)
+
+    def _forward(self, tokens: int) -> float:
+        return self.seconds + self.per_token * max(tokens - self.width, 0)
 
 
-def _around_forwards(by_cell: Mapping[Cell, Sequence[Sample]], rows: int) -> float:
-    """What calls of the engine with about so many rows do besides their forwards, in ms."""
-    of_prefills = [cell for cell in by_cell if not cell.steps]
-    nearest = min((abs(cell.rows - rows) for cell in of_prefills), default=0)
-    return _median(
-        sample.wall_ms - sample.prefill_ms
-        for cell in of_prefills
-        if abs(cell.rows - rows) == nearest
-        for sample in by_cell[cell]
+def _order(cells: Sequence[Cell], repeat: int) -> list[Cell]:
+    """Needed ones before others and small ones before large at first; later as chance has it."""
+    if not repeat:
+        return sorted(cells, key=lambda cell: (not cell.needed, cell.rows * cell.width))
+    return random.Random(repeat).sample(cells, len(cells))
+
+
+def _is_settled(samples: Sequence[Sample]) -> bool:
+    """Whether the two shortest of each time that counts agree."""
+    if len(samples) < 2:
+        return False
+    for times in zip(*(sample.counted_ms for sample in samples), strict=True):
+        low, high = sorted(times)[:2]
+        if high - low > _SETTLED * abs(low):
+            return False
+    return True
+
+
+def _expected_seconds(cell: Cell, took: Mapping[Cell, float]) -> float:
+    """What a call took, or the longest of its route where it has not been run."""
+    alike = (
+        seconds
+        for other, seconds in took.items()
+        if other.route == cell.route and bool(other.steps) == bool(cell.steps)
     )
+    return took[cell] if cell in took else max(alike, default=0.0)
 
 
-def _warm_ups(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells that load every kernel and capture every step that the others need."""
-    chosen: dict[Cell, None] = {}
-    for route in dict.fromkeys(cell.route for cell in cells):
-        for decoding in (False, True):
-            alike = sorted(
-                (cell for cell in cells if cell.route == route and bool(cell.steps) == decoding),
-                key=lambda cell: cell.rows * cell.width,
-            )
-            chosen.update(dict.fromkeys([*alike[:1], *alike[-1:]]))
-            if decoding and route != "ordinary":
-                chosen.update(dict.fromkeys({cell.rows: cell for cell in alike}.values()))
-    return list(chosen)
-
-
-def _median(values: Iterable[float]) -> float:
-    found = list(values)
-    return statistics.median(found) if found else 0.0
+def _kinds_of(cell: Cell) -> set[tuple[object, ...]]:
+    """What a first call makes ready: forwards of a route, and decode steps, the engine's for each number of rows."""
+    kinds: set[tuple[object, ...]] = {(cell.route,)}
+    if cell.steps:
+        kinds.add((cell.route, "ordinary" if cell.route == "ordinary" else cell.rows))
+    return kinds

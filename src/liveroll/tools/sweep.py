@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from liveroll.config import RolloutConfig
 from liveroll.engine import RolloutEngine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
-from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.beside import beside
 from liveroll.tools.reference import Reference
-from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult
+from liveroll.tools.sweep_calls import Track, changes_for
+from liveroll.tools.sweep_result import CONTENDERS, Case
+from liveroll.tools.sweep_rounds import expected_ms, leave_out, next_round, runs_in
 from liveroll.tools.workloads import Workload, draw_prompts
-from liveroll.types import RolloutBatch
-
-_GREEDY = SamplingConfig(
-    max_new_tokens=1, min_new_tokens=0, temperature=0, repetition_penalty=1.0, stop_token_ids=(), logprobs=False
-)
 
 
 def sweep(
@@ -37,14 +32,18 @@ def sweep(
     *,
     config: RolloutConfig | None = None,
     repeats: int = 5,
+    case_seconds: float = 5.0,
+    seconds: float = math.inf,
     reference: Reference | None = None,
     tick: Callable[[str], None] = lambda what: None,
+    keep: Callable[[Case], None] = lambda case: None,
 ) -> list[Case]:
     """Run every workload by every route, in one process and interleaved.
 
     The routes share one set of pages and captured steps. Of each workload every route is warmed up once, at the
-    smallest budget; each repeat then takes the routes in another random order. Stop tokens are off, so that all
-    routes generate the same number of tokens.
+    smallest budget; then every route is called, in random order, and in further rounds those that may be the fastest.
+    Calls of more than a second are not made where shorter ones have told enough, as `sweep_rounds` says. Stop tokens
+    are off, so that all routes generate the same number of tokens.
 
     Args:
         model: the model, as an engine is given it.
@@ -52,9 +51,15 @@ def sweep(
         new_tokens: the budgets.
         costs: file of costs measured for this model and device.
         config: of the engines; its route and costs are not used.
-        repeats: how often each is timed.
+        repeats: how often each is timed, at most.
+        case_seconds: what the repeats of one workload at one budget may take.
+        seconds: what all may take. Cases that are expected to exceed it are left out; small budgets come first.
         reference: what to check the tokens against; None checks nothing.
         tick: called before each call with what is about to run.
+        keep: called with each case that is done.
+
+    Returns:
+        The cases that were run, in the order of the workloads, then of budgets.
 
     Raises:
         ConfigError: the costs are of something else, or there is nothing to run.
@@ -68,30 +73,39 @@ def sweep(
     base = config or RolloutConfig(max_slots=max(len(workload.lengths) for workload in workloads))
     longest = max(max(workload.lengths) for workload in workloads) + max(new_tokens)
     base = replace(base, prefill_route="auto", costs=costs, max_length=longest)
-    cases: list[Case] = []
+    began = time.perf_counter()
+    vocab_size = own.config.get_text_config().vocab_size
     with RolloutEngine(model, config=base) as engine:
         engines = {name: beside(engine, **changes_for(name)) for name in CONTENDERS}
-        for place, workload in enumerate(workloads):
-            prompts = draw_prompts(workload.lengths, own.config.get_text_config().vocab_size, seed=place)
-            expected = None if reference is None else reference.of(own, prompts, max(new_tokens))
-            for name in CONTENDERS:
-                tick(f"{workload.name}, warm-up, {name}")
-                engines[name].generate(prompts, replace(_GREEDY, max_new_tokens=min(new_tokens)))
-            for budget in new_tokens:
-                sampling = replace(_GREEDY, max_new_tokens=budget)
-                case = _open_case(workload, budget, engines, prompts, sampling)
-                for repeat in range(repeats):
-                    for name in random.Random(repeat).sample(CONTENDERS, len(CONTENDERS)):
-                        tick(f"{workload.name}, {budget} tokens, {name}")
-                        result = case.results[name]
-                        with _timed(own.device, result):
-                            batch = engines[name].generate(prompts, sampling)
-                        _note(result, batch)
-                        if reference is not None and expected is not None:
-                            agreement = reference.agreement(expected, batch)
-                            result.agreement = min(agreement, 1.0 if result.agreement is None else result.agreement)
-                cases.append(case)
-    return cases
+        tracks = [
+            Track(workload, own, draw_prompts(workload.lengths, vocab_size, seed=place), engines, reference, tick)
+            for place, workload in enumerate(workloads)
+        ]
+        for budget in sorted(set(new_tokens)):
+            for track in tracks:
+                case = track.open(budget)
+                leave_out(case, track.cases)
+                takes_ms = sum(expected_ms(case, track.cases, name) for name in runs_in(case))
+                if time.perf_counter() - began + takes_ms / 1e3 > seconds:
+                    continue
+                if not track.cases:
+                    track.prepare(case, max(new_tokens))
+                _run(case, track, repeats, case_seconds)
+                track.close(case)
+                keep(case)
+    return [case for track in tracks for case in track.cases]
+
+
+def _run(case: Case, track: Track, repeats: int, seconds: float) -> None:
+    """Call the contenders of a case in rounds, each in another random order."""
+    names, turn = runs_in(case), 0
+    ends = math.inf
+    while names:
+        for name in random.Random(turn).sample(names, len(names)):
+            track.call(case, name)
+        turn += 1
+        ends = min(ends, time.perf_counter() + seconds)
+        names = next_round(case, repeats, (ends - time.perf_counter()) * 1e3)
 
 
 def check_lengths(workloads: Sequence[Workload], budget: int, model: PreTrainedModel) -> None:
@@ -108,53 +122,3 @@ def check_lengths(workloads: Sequence[Workload], budget: int, model: PreTrainedM
                 f"workload {workload.name!r} has a prompt of {longest} tokens, together with {budget} new ones "
                 f"{longest + budget}, and the model's max_position_embeddings is {limit}; leave it out or generate less"
             )
-
-
-def changes_for(contender: str) -> dict[str, Any]:
-    """What a contender's configuration has that the others' have not."""
-    if contender == AUTO_PADDED:
-        return {"auto_routes": tuple(route for route in MANUAL if route != "packed")}
-    return {"prefill_route": contender}
-
-
-def _open_case(
-    workload: Workload,
-    budget: int,
-    engines: dict[str, RolloutEngine],
-    prompts: list[list[int]],
-    sampling: SamplingConfig,
-) -> Case:
-    plan = engines[AUTO].plan(prompts, sampling)
-    candidates = {candidate.route: candidate for candidate in plan.candidates}
-    results = {str(route): RouteResult(predicted_ms=candidates[route].cost_ms) for route in MANUAL}
-    results[AUTO] = RouteResult(predicted_ms=plan.chosen.cost_ms)
-    results[AUTO_PADDED] = RouteResult(predicted_ms=engines[AUTO_PADDED].plan(prompts, sampling).chosen.cost_ms)
-    buckets = tuple(
-        BucketShape(forward.width or 0, tuple(plan.lengths[index] for index in forward.indices))
-        for forward in candidates["bucketed"].forwards
-    )
-    return Case(workload.name, workload.lengths, budget, buckets, results)
-
-
-@contextmanager
-def _timed(device: torch.device, result: RouteResult) -> Iterator[None]:
-    """Time the block, the device idle before and after it, and watch its memory."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    yield
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    result.ms.append((time.perf_counter() - began) * 1e3)
-    if on_gpu:
-        result.peak_bytes = max(result.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
-
-
-def _note(result: RouteResult, batch: RolloutBatch) -> None:
-    stats = batch.stats
-    result.taken = stats.route
-    result.prefill_forwards = stats.prefill_forwards
-    result.prefill_tokens, result.padded_tokens = stats.prefill_tokens, stats.padded_tokens
-    result.decode_steps = stats.decode_steps

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MANUAL, Case, SweepResult
+from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, Case, SweepResult
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart: https://jfly.uni-koeln.de/color/
 BLACK, ORANGE, SKY, GREEN, BLUE, RED = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
@@ -37,13 +37,18 @@ def draw_times(cases: Sequence[Case]) -> Figure:
         colours = [_bar_colour(name, best) for name in CONTENDERS]
         panel.barh(places, times, color=colours, edgecolor=BLACK, linewidth=0.6, height=0.72)
         for place, name, ms in zip(places, CONTENDERS, times, strict=True):
-            low, high = min(case.results[name].ms), max(case.results[name].ms)
+            low, high = case.results[name].range_ms
             panel.plot([low, high], [place, place], color=BLACK, linewidth=1.0)
             panel.annotate(
-                _ms(ms), (max(ms, high), place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+                f"{'~' if case.results[name].extended_ms else ''}{_ms(ms)}",
+                (max(ms, high), place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
         panel.set_yticks(places, [name.replace("_", " ") for name in CONTENDERS], fontsize=8)
-        panel.set_xlim(0, 1.22 * max(max(case.results[name].ms) for name in CONTENDERS))
+        panel.set_xlim(0, 1.22 * max(case.results[name].range_ms[1] for name in CONTENDERS))
         panel.xaxis.set_major_locator(MaxNLocator(4))
         panel.set_title(f"{case.workload}: {describe_lengths(case.lengths)}", fontsize=9, loc="left")
         panel.set_xlabel("ms a call", fontsize=8)
@@ -56,9 +61,8 @@ def draw_times(cases: Sequence[Case]) -> Figure:
         Patch(facecolor=SKY, edgecolor=BLACK, label="auto without packed"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    repeats = len(cases[0].results[AUTO].ms)
     figure.suptitle(
-        f"Time of a call, {cases[0].new_tokens} new tokens a prompt (median of {repeats}; lines from least to most)",
+        f"Time of a call, {cases[0].new_tokens} new tokens a prompt (median; lines from least to most; ~ not run)",
         fontsize=11,
     )
     return figure

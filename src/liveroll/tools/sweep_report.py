@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from liveroll.errors import ConfigError
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
-from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, TOLERANCE, Case, SweepResult
+from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MARKS, TOLERANCE, Case, SweepResult
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 70rem; margin: 2rem auto;
@@ -24,6 +24,9 @@ th:first-child, td:first-child, td.text { text-align: left; }
 tr.best td { font-weight: 600; } td.far { background: #fbe3d6; }
 img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
 """
+
+
+_RATIO = 4  # the column of ratios in the table of a case
 
 
 def write_report(sweep: SweepResult, out: Path) -> list[Path]:
@@ -76,6 +79,7 @@ def _page(sweep: SweepResult, images: dict[str, bytes]) -> str:
         "<h2>Times</h2>",
         *times,
         "<h2>Every case</h2>",
+        f"<p>{escape(MARKS)}. Noise is by how much calls of the same work differed.</p>",
         *map(_case_table, sweep.cases),
         "<h2>Estimated and measured</h2>",
         "<p>An estimate counts the forwards and steps of a call, and nothing of what surrounds them.</p>",
@@ -102,17 +106,21 @@ def _verdict(sweep: SweepResult) -> str:
                 f"{numbers['worst ratio']:.3f}",
                 numbers["worst case"],
                 f"{numbers['worst choice']:.3f}",
+                str(numbers["same work as the best"]),
                 ", ".join(numbers["routes taken"]),
             )
         )
-    heads = ("", "within 5% of the best", "worst ratio", "in", "worst choice", "routes taken")
+    heads = (
+        "", "within 5% of the best", "worst ratio", "in", "worst choice", "same work as the best", "routes taken",
+    )  # fmt: skip
     agreement = sweep.summary()["agreement"]
     checked = "Tokens were not checked."
     if agreement is not None:
         checked = f"Of the tokens checked against those of each prompt alone, every route has {agreement:.2%} at least."
     explained = (
         "A ratio is the median time over that of the fastest manual route that may be taken. The choice is the same "
-        "for the route taken, timed as a manual one, so that noise between two runs of one route does not count."
+        "for the route taken, timed as a manual one, so that noise between two runs of one route does not count. Where "
+        "auto runs the very same forwards as the fastest route, its ratio is noise."
     )
     return _table(heads, rows) + f"<p>{explained} {checked}</p>"
 
@@ -128,8 +136,9 @@ def _case_table(case: Case) -> str:
         rows.append(
             (
                 label,
-                f"{result.median_ms:.1f}",
-                f"{min(result.ms):.1f}",
+                case.label(name),
+                f"{result.range_ms[0]:.1f}",
+                str(len(result.ms)),
                 f"{ratio:.3f}",
                 f"{result.predicted_ms:.1f}",
                 f"{case.tokens_per_second(name):,.0f}",
@@ -138,15 +147,16 @@ def _case_table(case: Case) -> str:
                 f"{result.prefill_tokens:,}",
                 f"{result.padded_tokens:,}",
                 "-" if result.agreement is None else f"{result.agreement:.1%}",
+                result.same_as.replace("_", " ") or "-",
             )
         )
         far = name in (AUTO, AUTO_PADDED) and ratio > TOLERANCE
         classes.append("best" if name == best else "far" if far else "")
     heads = (
-        "route", "median ms", "least ms", "/ best", "estimated ms", "tokens/s", "peak GiB", "prefill forwards",
-        "prefill tokens", "of them padding", "tokens equal",
+        "route", "median ms", "least ms", "calls", "/ best", "estimated ms", "tokens/s", "peak GiB", "prefill forwards",
+        "prefill tokens", "of them padding", "tokens equal", "same work as",
     )  # fmt: skip
-    title = f"{case.workload}, {describe_lengths(case.lengths)}, {case.new_tokens} new tokens"
+    title = f"{case.workload}, {describe_lengths(case.lengths)}, {case.new_tokens} new tokens, noise {case.noise:.1%}"
     return f'<h3>{escape(title)}</h3><div class="wide">{_table(heads, rows, classes)}</div>'
 
 
@@ -163,7 +173,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequ
 
 
 def _cell_class(kind: str, place: int, cell: object) -> str:
-    if kind == "far" and place == 3:
+    if kind == "far" and place == _RATIO:
         return "far"
     return "text" if isinstance(cell, str) and not any(letter.isdigit() for letter in cell[:1]) else ""
 

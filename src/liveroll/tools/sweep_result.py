@@ -17,6 +17,12 @@ AUTO, AUTO_PADDED = "auto", "auto without packed"
 CONTENDERS: tuple[str, ...] = (*MANUAL, AUTO, AUTO_PADDED)
 TOLERANCE = 1.05
 """`auto` may take so much of the best route's time."""
+MARKS = (
+    "~ left out, as its times at smaller budgets show it to be slower: what it would take by them; "
+    "* not called, the times are those of the route that does the same work; "
+    "= the same work as the best route, so that the ratio is noise"
+)
+"""What the marks at times and ratios say."""
 
 
 @dataclass
@@ -33,6 +39,11 @@ class RouteResult:
         padded_tokens: how many of those were padding.
         decode_steps: decode steps.
         agreement: share of the checked tokens that equal the reference's; None where nothing was checked.
+        same_as: the first manual route before it that runs the very same forwards, or nothing. Times of the two differ
+            by noise alone, and by the comparing that `auto` does.
+        borrowed: whether it was not called, since `same_as` was; its times are that one's.
+        extended_ms: what it would take by its times at smaller budgets, by which it was left out; None where it was
+            not. There are no times of it then.
     """
 
     predicted_ms: float
@@ -44,11 +55,20 @@ class RouteResult:
     padded_tokens: int = 0
     decode_steps: int = 0
     agreement: float | None = None
+    same_as: str = ""
+    borrowed: bool = False
+    extended_ms: float | None = None
 
     @property
     def median_ms(self) -> float:
-        """Median wall time."""
-        return statistics.median(self.ms)
+        """Median wall time; of one that was left out, what it would take."""
+        return statistics.median(self.ms) if self.extended_ms is None else self.extended_ms
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """The least and the most of its wall times."""
+        ms = self.ms if self.extended_ms is None else [self.extended_ms]
+        return min(ms), max(ms)
 
 
 @dataclass(frozen=True)
@@ -86,10 +106,31 @@ class Case:
         """What a contender took, over what the best manual route took."""
         return self.results[contender].median_ms / self.results[self.best(contender)].median_ms
 
+    @property
+    def noise(self) -> float:
+        """By how much two contenders that ran the same forwards differ, or two calls of the best route, at most."""
+        best = self.results[self.best()]
+        pairs = [best.range_ms]
+        for result in self.results.values():
+            if result.same_as and not result.borrowed and self.results[result.same_as].extended_ms is None:
+                pairs.append((result.median_ms, self.results[result.same_as].median_ms))
+        return max(max(pair) / min(pair) for pair in pairs) - 1
+
     def choice_ratio(self, contender: str = AUTO) -> float:
         """What the route that a contender chose takes when chosen by hand, over the best: the choice without noise."""
         chosen = self.results[self.results[contender].taken]
         return chosen.median_ms / self.results[self.best(contender)].median_ms
+
+    def label(self, contender: str) -> str:
+        """The median of a contender in ms, marked where it was not called."""
+        result = self.results[contender]
+        mark = "~" if result.extended_ms is not None else "*" if result.borrowed else ""
+        return f"{mark}{result.median_ms:.1f}"
+
+    def is_same_work(self, contender: str = AUTO) -> bool:
+        """Whether a contender ran the same forwards as the best manual route, so that its ratio is noise."""
+        best = self.best(contender)
+        return self.results[contender].same_as in (best, self.results[best].same_as or best)
 
     def tokens_per_second(self, contender: str) -> float:
         """Tokens generated a second."""
@@ -136,6 +177,7 @@ class SweepResult:
                 "worst case": f"{worst.workload}, {worst.new_tokens} new tokens",
                 "worst choice": round(max(case.choice_ratio(contender) for case in self.cases), 4),
                 "within 5%": sum(case.ratio(contender) <= TOLERANCE for case in self.cases),
+                "same work as the best": sum(case.is_same_work(contender) for case in self.cases),
                 "cases": len(self.cases),
                 "routes taken": sorted({case.results[contender].taken for case in self.cases}),
             }
@@ -153,10 +195,11 @@ def write_sweep(path: Path, sweep: SweepResult) -> None:
             "best": case.best(),
             "auto_ratio": case.ratio(),
             "auto_without_packed_ratio": case.ratio(AUTO_PADDED),
+            "noise": case.noise,
             "routes": {
                 name: {
                     "median_ms": result.median_ms,
-                    "min_ms": min(result.ms),
+                    "min_ms": result.range_ms[0],
                     "tokens_per_second": case.tokens_per_second(name),
                     **asdict(result),
                 }

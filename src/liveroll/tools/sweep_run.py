@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +18,16 @@ from liveroll.config_checks import check_whole
 from liveroll.errors import ConfigError
 from liveroll.planning.costs_file import CostsFile, read_costs
 from liveroll.tools.checkpoint import load_checkpoint
-from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, TOLERANCE, SweepResult, write_sweep
+from liveroll.tools.sweep_result import (
+    AUTO,
+    AUTO_PADDED,
+    CONTENDERS,
+    MARKS,
+    TOLERANCE,
+    Case,
+    SweepResult,
+    write_sweep,
+)
 from liveroll.tools.workloads import Workload, read_workloads
 
 
@@ -31,7 +41,8 @@ class SweepOptions:
         workloads: `seed`, or a file of workloads.
         new_tokens: the budgets, separated by commas.
         out: the file to write.
-        repeats: how often each route is timed.
+        repeats: how often each route is timed, at most.
+        seconds: what all of it may take; None for no limit.
         slots: rows that run side by side; None for the prompts of the largest workload.
         check: prompts of each workload whose tokens are checked; None for all.
         check_tokens: first tokens of each that are checked; None for all.
@@ -51,6 +62,7 @@ class SweepOptions:
     new_tokens: str
     out: Path
     repeats: int = 5
+    seconds: int | None = None
     slots: int | None = None
     check: int | None = None
     check_tokens: int | None = None
@@ -62,6 +74,7 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         check_whole(self, "repeats", low=1)
+        check_whole(self, "seconds", low=1, optional=True)
         check_whole(self, "slots", low=1, optional=True)
         check_whole(self, "check", low=0, optional=True)
         check_whole(self, "check_tokens", low=1, optional=True)
@@ -100,7 +113,14 @@ def run_sweep(options: SweepOptions, console: Console) -> SweepResult:
 
 
 def sweep_model(
-    model: Any, workloads: tuple[Workload, ...], costs: CostsFile, options: SweepOptions, console: Console
+    model: Any,
+    workloads: tuple[Workload, ...],
+    costs: CostsFile,
+    options: SweepOptions,
+    console: Console,
+    *,
+    case_seconds: float = 5.0,
+    keep: Callable[[Case], None] = lambda case: None,
 ) -> SweepResult:
     """Compare the routes on a model that is loaded already.
 
@@ -110,14 +130,21 @@ def sweep_model(
         costs: what `options.costs` holds.
         options: the rest.
         console: where the progress bar is shown.
+        case_seconds: what the repeats of one workload at one budget may take.
+        keep: called with each case that is done.
     """
     from liveroll.tools.reference import Reference
     from liveroll.tools.sweep import sweep
 
     slots = options.slots or max(len(workload.lengths) for workload in workloads)
     checking = None if options.check == 0 else Reference(options.check, options.check_tokens)
-    calls = len(workloads) * len(CONTENDERS) * (1 + len(options.budgets) * options.repeats)
-    with _bar(console, calls) as tick:
+    count = len(workloads) * len(options.budgets)
+    with _bar(console, count) as (tick, advance):
+
+        def done(case: Case) -> None:
+            advance()
+            keep(case)
+
         cases = sweep(
             model,
             workloads,
@@ -125,12 +152,20 @@ def sweep_model(
             options.costs,
             config=RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile, fuse=options.fuse),
             repeats=options.repeats,
+            case_seconds=case_seconds,
+            seconds=math.inf if options.seconds is None else options.seconds,
             reference=checking,
             tick=tick,
+            keep=done,
         )
+    if not cases:
+        raise ConfigError(f"no case can be run in {options.seconds} s; allow more")
     settings = {
         "new_tokens": list(options.budgets),
         "repeats": options.repeats,
+        "case_seconds": case_seconds,
+        "seconds": options.seconds,
+        "left_out": count - len(cases),
         "slots": slots,
         "checked_prompts": options.check,
         "checked_tokens": options.check_tokens,
@@ -150,37 +185,40 @@ def show_sweep(result: SweepResult, console: Console) -> None:
     for name in CONTENDERS:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_column("auto took")
-    table.add_column("auto / best", justify="right")
-    table.add_column("without packed", justify="right")
+    for name in ("auto / best", "without packed", "noise"):
+        table.add_column(name, justify="right")
     for case in result.cases:
         best = case.best()
-        times = [
-            f"[bold]{entry.median_ms:.1f}[/bold]" if name == best else f"{entry.median_ms:.1f}"
-            for name, entry in case.results.items()
-        ]
-        ratios = [_coloured(case.ratio(AUTO)), _coloured(case.ratio(AUTO_PADDED))]
-        table.add_row(case.workload, str(case.new_tokens), *times, case.results[AUTO].taken, *ratios)
+        times = [f"[bold]{case.label(name)}[/bold]" if name == best else case.label(name) for name in case.results]
+        ratios = [_coloured(case, AUTO), _coloured(case, AUTO_PADDED)]
+        taken = case.results[AUTO].taken
+        table.add_row(case.workload, str(case.new_tokens), *times, taken, *ratios, f"{case.noise:.1%}")
     console.print(table)
+    console.print(MARKS, highlight=False)
     for name in (AUTO, AUTO_PADDED):
         numbers = result.summary()[name]
         console.print(
             f"{name}: within 5% of the best route in {numbers['within 5%']} of {numbers['cases']} cases; at worst "
-            f"{numbers['worst ratio']:.3f} times its time ({numbers['worst case']}); routes taken: "
-            f"{', '.join(numbers['routes taken'])}",
+            f"{numbers['worst ratio']:.3f} times its time ({numbers['worst case']}); the same work as the best in "
+            f"{numbers['same work as the best']}; routes taken: {', '.join(numbers['routes taken'])}",
             highlight=False,
         )
+    if result.settings.get("left_out"):
+        console.print(f"{result.settings['left_out']} cases were left out for lack of time", style="yellow")
     agreement = result.summary()["agreement"]
     if agreement is not None:
         console.print(f"tokens equal to those of each prompt alone: {agreement:.2%} at worst", highlight=False)
 
 
-def _coloured(ratio: float) -> str:
-    return f"[{'green' if ratio <= TOLERANCE else 'red'}]{ratio:.3f}[/]"
+def _coloured(case: Case, contender: str) -> str:
+    ratio = case.ratio(contender)
+    mark = "=" if case.is_same_work(contender) else ""
+    return f"[{'green' if ratio <= TOLERANCE else 'red'}]{mark}{ratio:.3f}[/]"
 
 
 @contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of calls, told what is run next."""
+def _bar(console: Console, total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar of cases: one function tells it what is run next, the other that a case is done."""
     progress = Progress(
         TextColumn("sweeping"),
         BarColumn(),
@@ -189,14 +227,7 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
         TimeRemainingColumn(),
         console=console,
     )
-    begun = 0
     with progress:
         bar = progress.add_task("", total=total, what="")
-
-        def tick(what: str) -> None:
-            nonlocal begun
-            progress.update(bar, completed=begun, what=what)
-            begun += 1
-
-        yield tick
-        progress.update(bar, completed=total, what="")
+        yield lambda what: progress.update(bar, what=what), lambda: progress.update(bar, advance=1)
+        progress.update(bar, what="")
