@@ -96,7 +96,7 @@ def test_new_pages_are_captured_again(model):
     """Guards against a prefill that writes to pages which are gone."""
     engine = capturing(model)
     check(engine, model, prompts(8))
-    check(engine, model, prompts(200, rows=2))
+    check(engine, model, prompts(280, rows=2))
     assert (engine.prefill_captures, engine.captures) == (2, 2)
     check(engine, model, prompts(8))
     assert (engine.prefill_captures, engine.captures) == (3, 3)
