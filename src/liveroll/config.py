@@ -58,13 +58,14 @@ class RolloutConfig:
             leaves every module in the mode it is in.
         capture: whether decode steps are captured, as CUDA graphs on a GPU. `auto` runs them eagerly where they
             cannot be, and says why in the stats; True makes that an error; False never captures.
-        compile: whether decode steps go through `torch.compile`, which takes up to a minute once and makes them
-            faster; their numbers then differ from eager ones by rounding. `auto` compiles on a GPU, and where it
-            fails goes on without and says why in the stats; True makes that an error.
+        compile: whether decode steps, and prefills where they are captured, go through `torch.compile`, which takes up
+            to a minute once for each of the two and makes them faster; their numbers then differ from eager ones by
+            rounding. `auto` compiles on a GPU, and where it fails goes on without and says why in the stats; True makes
+            that an error.
         fuse: whether the projections of one input (`q_proj`, `k_proj` and `v_proj`; `gate_proj` and `up_proj`) are one
-            product in decode steps. Their parameters are moved side by side at the first call, without a copy; their
-            numbers then differ from those of separate products by rounding. `auto` leaves what cannot be fused, and
-            `engine.fusion` says why; True makes that an error.
+            product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
+            without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
+            cannot be fused, and `engine.fusion` says why; True makes that an error.
         max_captures: captured steps and prefills kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
@@ -123,7 +124,8 @@ class RolloutConfig:
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
         check_whole(self, "prefill_capture_tokens", low=1)
-        _check_prefill_capture(self)
+        if self.prefill_capture is True and self.capture is False:
+            raise ConfigError("RolloutConfig.prefill_capture is True and capture False, which captures nothing")
         check_whole(self, "max_captures", low=1, optional=True)
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)
@@ -146,18 +148,15 @@ def check_config(config: Any) -> RolloutConfig:
     return config or RolloutConfig()
 
 
-def _check_prefill_capture(config: RolloutConfig) -> None:
-    if config.prefill_capture is not True:
-        return
+def no_prefill_capture(config: RolloutConfig, device_type: str) -> str | None:
+    """Why a configuration wants no captured prefills on a kind of device; None where it wants them."""
     if config.capture is False:
-        raise ConfigError(
-            "RolloutConfig.prefill_capture is True and capture is False; prefills are captured as steps are"
-        )
-    if config.prefill_route not in ("packed", "auto"):
-        raise ConfigError(
-            "RolloutConfig.prefill_capture is True, but no prefill is packed and captured where prefill_route is "
-            f"{config.prefill_route!r}; give prefill_capture='auto' or another route"
-        )
+        return "RolloutConfig.capture is False"
+    if config.prefill_capture is False:
+        return "RolloutConfig.prefill_capture is False"
+    if config.prefill_capture == "auto" and device_type != "cuda":
+        return "prefill_capture='auto' captures prefills on a GPU only"
+    return None
 
 
 def _check_auto_routes(config: RolloutConfig) -> None:

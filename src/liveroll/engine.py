@@ -268,8 +268,8 @@ class RolloutEngine:
 
     @property
     def compilations(self) -> list[str]:
-        """Why decode steps were compiled, each time they were."""
-        return list(self._decoder.forward.compilations)
+        """Why decode steps and captured prefills were compiled, each time they were."""
+        return [*self._decoder.forward.compilations, *self._decoder.prefill.forward.compilations]
 
     @property
     def fusion(self) -> RolloutFusion:

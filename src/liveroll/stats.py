@@ -65,7 +65,7 @@ class StatsRecorder:
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
             eager_reason, prefill_eager_reason = decoder.eager_reason, decoder.prefill.eager_reason
-            uncompiled_reason = decoder.forward.uncompiled_reason
+            uncompiled_reason = decoder.forward.uncompiled_reason or decoder.prefill.forward.uncompiled_reason
             first_tokens = runner.prefilled_rows
         forwards = sum(routes.values())
         seconds = self.timeline.finish()

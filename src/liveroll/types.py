@@ -102,7 +102,7 @@ class RolloutStats:
         prefill_replays: captured prefills run.
         eager_reason: why decode steps were not captured, or None.
         prefill_eager_reason: why packed prefills were not captured, whatever their length, or None.
-        uncompiled_reason: why they were not compiled although they should be, or None.
+        uncompiled_reason: why steps or captured prefills were not compiled although they should be, or None.
         seconds: wall time of the call.
         profile: where the time went; None unless `RolloutConfig.profile` is set.
     """

@@ -15,7 +15,7 @@ from liveroll.attention.backend import AttentionBackend, choose_backend
 from liveroll.config import RolloutConfig
 from liveroll.decode.capture import choose_capture
 from liveroll.decode.failure import describe_failure
-from liveroll.decode.feeding import DecodeForward
+from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.room import make_room
 from liveroll.decode.sampler import Variant
@@ -55,7 +55,7 @@ class Decoder:
         self._tp_group = tp_group
         self.fusion = Fusion(model, config.fuse)
         """Runs projections as one product in decode steps."""
-        self.forward = DecodeForward(model, config.compile, self.fusion)
+        self.forward = TunedForward(model, config.compile, self.fusion)
         """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)

@@ -14,14 +14,13 @@ from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PackedCall
 from liveroll.attention.layout import PackedLayout, columns_of
-from liveroll.config import RolloutConfig
+from liveroll.config import RolloutConfig, no_prefill_capture
 from liveroll.decode.failure import describe_failure
+from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.upload import upload_into
-from liveroll.errors import CaptureError
-from liveroll.kv.cache import PassingCache
+from liveroll.errors import CaptureError, CompileError
 from liveroll.kv.storage import PagedStorage
-from liveroll.model.forward import ModelForward
 from liveroll.model.fusion import Fusion
 from liveroll.model.hooks import without_hooks
 from liveroll.planning.ladder import rung_for, token_ladder
@@ -45,15 +44,16 @@ class CapturedPrefill:
         self._model = model
         self._config = config
         self._graphs = graphs
-        self._fusion = fusion
-        self._forward = ModelForward(model)
+        self.forward = TunedForward(model, config.compile, fusion, packed=True)
+        """Runs the model over packed sequences."""
         self._rungs = token_ladder(config.prefill_capture_tokens)
         self._storage: PagedStorage | None = None
         self._backend: AttentionBackend | None = None
         self._inputs: Tensor | None = None
         self._logits: Tensor | None = None
         self._lengths: tuple[int, ...] = ()
-        self.eager_reason = self._unwanted()
+        self.eager_reason = no_prefill_capture(config, model.device.type)
+        """Why packed prefills are not captured; None where they are."""
 
     @property
     def bytes(self) -> int:
@@ -69,7 +69,7 @@ class CapturedPrefill:
             eager_reason: why no forward of the model can be captured, or None.
         """
         self._storage, self._backend = storage, backend
-        self.eager_reason = self._unwanted() or eager_reason
+        self.eager_reason = no_prefill_capture(self._config, self._model.device.type) or eager_reason
 
     def release(self) -> None:
         """Drop all that the forwards run on."""
@@ -84,6 +84,7 @@ class CapturedPrefill:
 
         Raises:
             CaptureError: it cannot be captured, and the configuration does not let it run eagerly.
+            CompileError: it cannot be compiled, and must be.
         """
         if self.eager_reason is not None or tokens > self._rungs[-1]:
             return None
@@ -120,6 +121,8 @@ class CapturedPrefill:
         self._load(size, np.zeros(self._width(size), np.int64), (1,) * size)
         try:
             self._graphs.capture(_key(size), self._make_step(size))
+        except CompileError:
+            raise
         except Exception as error:
             place = describe_failure(error, self._model)
             reason = f"packed prefills cannot be captured, because of {place}"
@@ -140,7 +143,7 @@ class CapturedPrefill:
         self._lengths = lengths
 
     def _make_step(self, size: int) -> Callable[[], None]:
-        forward, storage, backend = self._forward, self._storage, self._backend
+        forward, storage, backend = self.forward, self._storage, self._backend
         assert self._inputs is not None
         assert storage is not None
         assert backend is not None
@@ -151,27 +154,13 @@ class CapturedPrefill:
 
         def step() -> None:
             layout = PackedLayout(None if baked else self._lengths, column)
-            with (
-                without_hooks(self._model),
-                self._fusion.in_force(),
-                interface.bound(PackedCall(backend, storage, layout, index)),
-            ):
-                logits = forward(tokens[None], column[None], PassingCache(), keep=last)[0]
+            with without_hooks(self._model), interface.bound(PackedCall(backend, storage, layout, index)):
+                logits = forward(tokens[None], column[None], last)[0]
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)
 
         return step
-
-    def _unwanted(self) -> str | None:
-        """Why the configuration does not want captured prefills; None where it does."""
-        if self._config.capture is False:
-            return "RolloutConfig.capture is False"
-        if self._config.prefill_capture is False:
-            return "RolloutConfig.prefill_capture is False"
-        if self._config.prefill_capture == "auto" and self._model.device.type != "cuda":
-            return "prefill_capture='auto' captures prefills on a GPU only"
-        return None
 
 
 def _key(size: int) -> GraphKey:

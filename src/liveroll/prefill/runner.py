@@ -74,17 +74,18 @@ class PrefillRunner:
 
         Raises:
             CaptureError: one cannot be captured, and must be.
+            CompileError: one cannot be compiled, and must be.
         """
         for forward in forwards:
             if forward.width is None:
-                self._size_for(sum(requests[index].length for index in forward.indices))
+                self._captured_size(sum(requests[index].length for index in forward.indices))
 
     def run(self, requests: Sequence[Request], forward: Forward, route: Route) -> Tensor:
         """Logits `[N, V]` behind the last token of each context of one forward, which a route planned."""
         chosen = [requests[index] for index in forward.indices]
         contexts = [request.context for request in chosen]
         used = sum(len(context) for context in contexts)
-        size = self._size_for(used) if forward.width is None else None
+        size = self._captured_size(used) if forward.width is None else None
         taken = size or (used if forward.width is None else len(contexts) * forward.width)
         self.counts.routes[route] += 1
         self.counts.tokens += taken
@@ -104,7 +105,7 @@ class PrefillRunner:
             logits = self._forward(tokens[None], layout.column[None], PassingCache(), keep=layout.last)
         return logits[0]
 
-    def _size_for(self, tokens: int) -> int | None:
+    def _captured_size(self, tokens: int) -> int | None:
         """Tokens that a packed forward is filled up to, which is captured then; None where it runs as it is."""
         return None if self._captured is None else self._captured.size_for(tokens, self._max_tokens)
 
