@@ -45,6 +45,11 @@ class RolloutConfig:
         costs: what forwards and decode steps take: a `CostModel`, a file of costs measured with this model and
             device, or None for the defaults of `CostModel`. `auto` measures them before the first call that goes by
             them, which takes about 12 seconds, and keeps them in the user's cache folder for later engines.
+        prefill_capture: whether packed prefills are captured as decode steps are, filled up to one of a few sizes.
+            `auto` does so on a GPU wherever `capture` allows it, and runs them eagerly where they cannot be, and says
+            why in the stats; True does so on a CPU too, and makes that an error; False never captures them.
+        prefill_capture_tokens: tokens up to which a packed prefill is captured. Launching kernels takes longer than
+            running them up to about here; beyond, a prefill runs eagerly.
         prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit. Where
             `costs` are given, the smaller of this and their `max_tokens` holds.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;
@@ -53,14 +58,15 @@ class RolloutConfig:
             leaves every module in the mode it is in.
         capture: whether decode steps are captured, as CUDA graphs on a GPU. `auto` runs them eagerly where they
             cannot be, and says why in the stats; True makes that an error; False never captures.
-        compile: whether decode steps go through `torch.compile`, which takes up to a minute once and makes them
-            faster; their numbers then differ from eager ones by rounding. `auto` compiles on a GPU, and where it
-            fails goes on without and says why in the stats; True makes that an error.
+        compile: whether decode steps, and prefills where they are captured, go through `torch.compile`, which takes up
+            to a minute once for each of the two and makes them faster; their numbers then differ from eager ones by
+            rounding. `auto` compiles on a GPU, and where it fails goes on without and says why in the stats; True makes
+            that an error.
         fuse: whether the projections of one input (`q_proj`, `k_proj` and `v_proj`; `gate_proj` and `up_proj`) are one
-            product in decode steps. Their parameters are moved side by side at the first call, without a copy; their
-            numbers then differ from those of separate products by rounding. `auto` leaves what cannot be fused, and
-            `engine.fusion` says why; True makes that an error.
-        max_captures: captured steps kept, the one unused for longest leaves; None keeps all.
+            product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
+            without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
+            cannot be fused, and `engine.fusion` says why; True makes that an error.
+        max_captures: captured steps and prefills kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
         seed: the engine's seed, used by calls whose `SamplingConfig.seed` is None. Such calls differ from one
@@ -83,6 +89,8 @@ class RolloutConfig:
     prefill_route: PrefillRoute = "packed"
     auto_routes: tuple[Route, ...] = get_args(Route)
     costs: CostModel | Path | str | None = None
+    prefill_capture: bool | Literal["auto"] = "auto"
+    prefill_capture_tokens: int = 2048
     prefill_max_tokens: int | None = 65536
     fallback: Fallback = "error"
     training_mode: bool | None = False
@@ -112,9 +120,12 @@ class RolloutConfig:
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
-        for name in ("capture", "compile", "fuse"):
+        for name in ("capture", "prefill_capture", "compile", "fuse"):
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
+        check_whole(self, "prefill_capture_tokens", low=1)
+        if self.prefill_capture is True and self.capture is False:
+            raise ConfigError("RolloutConfig.prefill_capture is True and capture False, which captures nothing")
         check_whole(self, "max_captures", low=1, optional=True)
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)
@@ -135,6 +146,17 @@ def check_config(config: Any) -> RolloutConfig:
     if config is not None and not isinstance(config, RolloutConfig):
         raise ConfigError(f"config must be a RolloutConfig, not a {type(config).__name__}")
     return config or RolloutConfig()
+
+
+def no_prefill_capture(config: RolloutConfig, device_type: str) -> str | None:
+    """Why a configuration wants no captured prefills on a kind of device; None where it wants them."""
+    if config.capture is False:
+        return "RolloutConfig.capture is False"
+    if config.prefill_capture is False:
+        return "RolloutConfig.prefill_capture is False"
+    if config.prefill_capture == "auto" and device_type != "cuda":
+        return "prefill_capture='auto' captures prefills on a GPU only"
+    return None
 
 
 def _check_auto_routes(config: RolloutConfig) -> None:

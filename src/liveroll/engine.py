@@ -244,22 +244,32 @@ class RolloutEngine:
     @property
     def captures(self) -> int:
         """Decode steps captured in the engine's life."""
-        return self._decoder.graphs.captures
+        return self._decoder.graphs.captures["decode"]
 
     @property
     def replays(self) -> int:
         """Captured decode steps run in the engine's life."""
-        return self._decoder.graphs.replays
+        return self._decoder.graphs.replays["decode"]
+
+    @property
+    def prefill_captures(self) -> int:
+        """Packed prefills captured in the engine's life."""
+        return self._decoder.graphs.captures["prefill"]
+
+    @property
+    def prefill_replays(self) -> int:
+        """Captured prefills run in the engine's life."""
+        return self._decoder.graphs.replays["prefill"]
 
     @property
     def recapture_reasons(self) -> list[str]:
-        """Why captured steps were dropped, each time they were: the tensor or setting, and what changed."""
+        """Why what was captured was dropped, each time it was: the tensor or setting, and what changed."""
         return list(self._decoder.graphs.recapture_reasons)
 
     @property
     def compilations(self) -> list[str]:
-        """Why decode steps were compiled, each time they were."""
-        return list(self._decoder.forward.compilations)
+        """Why decode steps and captured prefills were compiled, each time they were."""
+        return [*self._decoder.forward.compilations, *self._decoder.prefill.forward.compilations]
 
     @property
     def fusion(self) -> RolloutFusion:

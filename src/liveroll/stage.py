@@ -89,7 +89,14 @@ class Stage:
             ahead = 2 if self._model.device.type == "cuda" else 0
         runner = StepRunner(
             decoder=self._decoder,
-            prefill=PrefillRunner(self._forward, self._guard, storage, self._decoder.backend),
+            prefill=PrefillRunner(
+                self._forward,
+                self._guard,
+                storage,
+                self._decoder.backend,
+                captured=self._decoder.prefill,
+                max_tokens=self._router.costs.max_tokens,
+            ),
             scheduler=scheduler,
             variant=variant,
             planner=self._router.planner(self._counted_geometry()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from liveroll.decode.decoder import Decoder
@@ -28,13 +29,13 @@ class StatsRecorder:
         self._max_slots = max_slots
         self._fallback_reason: str | None = None
         self._sources: tuple[Scheduler, PageAllocator, StepRunner, Decoder] | None = None
-        self._before = (0, 0)
+        self._before = (Counter[str](), Counter[str]())
         self._chunks: list[OrdinaryCounts] = []
 
     def watch(self, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner, decoder: Decoder) -> None:
         """Read the counts of these when the call ends."""
         self._sources = (scheduler, allocator, runner, decoder)
-        self._before = (decoder.graphs.captures, decoder.graphs.replays)
+        self._before = (decoder.graphs.captures.copy(), decoder.graphs.replays.copy())
 
     def record_chunk(self, counts: OrdinaryCounts) -> None:
         """Add a chunk that went to `model.generate`."""
@@ -52,8 +53,9 @@ class StatsRecorder:
         steps = sum(chunk.decode_steps for chunk in self._chunks)
         new_tokens = sum(request.new for request in requests)
         first_tokens = sum(request.new > 0 for request in requests)
-        shared = preemptions = peak = captures = replays = 0
-        eager_reason = uncompiled_reason = None
+        shared = preemptions = peak = 0
+        captures, replays = Counter[str](), Counter[str]()
+        eager_reason = prefill_eager_reason = uncompiled_reason = None
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
@@ -62,7 +64,8 @@ class StatsRecorder:
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
-            eager_reason, uncompiled_reason = decoder.eager_reason, decoder.forward.uncompiled_reason
+            eager_reason, prefill_eager_reason = decoder.eager_reason, decoder.prefill.eager_reason
+            uncompiled_reason = decoder.forward.uncompiled_reason or decoder.prefill.forward.uncompiled_reason
             first_tokens = runner.prefilled_rows
         forwards = sum(routes.values())
         seconds = self.timeline.finish()
@@ -80,9 +83,12 @@ class StatsRecorder:
             preemptions=preemptions,
             peak_pages=peak,
             kv_bytes=kv_bytes,
-            captures=captures,
-            replays=replays,
+            captures=captures["decode"],
+            replays=replays["decode"],
+            prefill_captures=captures["prefill"],
+            prefill_replays=replays["prefill"],
             eager_reason=eager_reason,
+            prefill_eager_reason=prefill_eager_reason,
             uncompiled_reason=uncompiled_reason,
             seconds=seconds,
             profile=self._profile(forwards, steps, new_tokens, new_tokens - first_tokens),

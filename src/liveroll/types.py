@@ -90,7 +90,7 @@ class RolloutStats:
         prefill_routes: how many of them each route planned; with `auto`, refills may take another one than the
             first admission.
         prefill_tokens: token positions in them, padding included.
-        padded_tokens: how many of those were padding.
+        padded_tokens: how many of those were padding, or filled up a captured prefill.
         shared_tokens: prompt tokens that were not run because another sample of the prompt had run them.
         decode_steps: forwards for one new token of every running row.
         preemptions: rows put back in the queue because the pages ran out.
@@ -98,8 +98,11 @@ class RolloutStats:
         kv_bytes: bytes of KV storage held.
         captures: decode steps captured during the call.
         replays: captured steps run.
+        prefill_captures: packed prefills captured during the call.
+        prefill_replays: captured prefills run.
         eager_reason: why decode steps were not captured, or None.
-        uncompiled_reason: why they were not compiled although they should be, or None.
+        prefill_eager_reason: why packed prefills were not captured, whatever their length, or None.
+        uncompiled_reason: why steps or captured prefills were not compiled although they should be, or None.
         seconds: wall time of the call.
         profile: where the time went; None unless `RolloutConfig.profile` is set.
     """
@@ -118,7 +121,10 @@ class RolloutStats:
     captures: int
     replays: int
     seconds: float
+    prefill_captures: int = 0
+    prefill_replays: int = 0
     eager_reason: str | None = None
+    prefill_eager_reason: str | None = None
     uncompiled_reason: str | None = None
     fallback_reason: str | None = None
     prefill_routes: dict[str, int] = field(default_factory=dict, hash=False)
@@ -147,8 +153,8 @@ class RolloutMemory:
 
     Attributes:
         kv: the KV pages.
-        graphs: the memory pool of the captured steps.
-        static: the running batch, and inputs and outputs of the captured steps.
+        graphs: the memory pool of the captured steps and prefills.
+        static: the running batch, and inputs and outputs of the captured steps and prefills.
     """
 
     kv: int

@@ -8,7 +8,7 @@ from fake_device import make_request
 from zoo import shared
 
 from liveroll.attention.reference import ReferenceAttention
-from liveroll.decode.feeding import DecodeForward
+from liveroll.decode.feeding import TunedForward
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.decode.step import decode
@@ -41,7 +41,7 @@ def test_rows_write_at_their_next_position():
         before = [tensor.clone() for tensor in (*storage.keys, *storage.values)]
         slots = torch.tensor([0, 1, state.inert, state.inert])
         report = decode(
-            DecodeForward(model, False, Fusion(model, False)),
+            TunedForward(model, False, Fusion(model, False)),
             state,
             slots,
             storage,

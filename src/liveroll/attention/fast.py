@@ -1,4 +1,4 @@
-"""Attention on a GPU: PyTorch's variable-length flash kernel over packed prompts, our own over pages."""
+"""Attention on a GPU: PyTorch's variable-length flash kernel or our own over packed prompts, our own over pages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from torch import Tensor
 
 from liveroll.attention.layout import PackedLayout, PagedLayout
 from liveroll.attention.reference import ReferenceAttention
+from liveroll.kernels.packed_attention import packed_attention
 from liveroll.kernels.paged_attention import paged_attention
 from liveroll.model.geometry import AttentionTraits
 from liveroll.model.versions import varlen_attention
 
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class GpuAttention:
-    """An `AttentionBackend` of kernels; a form that has none for some layer is the reference's.
+    """An `AttentionBackend` of kernels; for a dtype that they do not take, packed attention is the reference's.
 
     Args:
         device: the GPU.
@@ -34,8 +37,21 @@ class GpuAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.packed`."""
-        if not serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None):
+        if query.dtype not in _KERNEL_DTYPES:
             return self._reference.packed(query, key, value, layout, traits, sinks)
+        served = serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None)
+        # PyTorch's kernel must be told the longest sequence, which a captured forward does not know.
+        if layout.lengths is None or not served:
+            return packed_attention(
+                query,
+                key,
+                value,
+                layout.column,
+                scale=traits.scale,
+                window=traits.window,
+                softcap=traits.softcap,
+                sinks=sinks,
+            )
         longest = layout.longest
         varlen = varlen_attention(grouped=query.shape[1] != key.shape[1])
         output: Tensor = varlen(

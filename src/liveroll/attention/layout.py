@@ -39,30 +39,33 @@ class PackedLayout:
     """Sequences laid one behind the other, without padding.
 
     Attributes:
-        lengths: tokens of each of N sequences.
-        row: `[T]` int64, the sequence of each token.
+        lengths: tokens of each of N sequences; None in a captured forward, which serves any lengths.
         column: `[T]` int64, the position of each token in its sequence.
-        starts: `[N + 1]` int32, where each sequence begins, and T.
     """
 
-    lengths: tuple[int, ...]
-    row: Tensor
+    lengths: tuple[int, ...] | None
     column: Tensor
-    starts: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """The layout of sequences of these lengths."""
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        columns = np.arange(starts[-1]) - starts[rows]
-        row, column = torch.from_numpy(np.stack([rows, columns])).to(device)
-        return cls(tuple(lengths), row, column, torch.from_numpy(starts.astype(np.int32)).to(device))
+        return cls(tuple(lengths), torch.from_numpy(columns_of(lengths)).to(device))
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The lengths, where the host knows them."""
+        assert self.lengths is not None
+        return self.lengths
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.lengths)
+        return max(self.known)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """`[N + 1]` int32, where each sequence begins, and T."""
+        return torch.from_numpy(np.cumsum([0, *self.known], dtype=np.int32)).to(self.column.device)
 
     @property
     def last(self) -> Tensor:
@@ -72,7 +75,7 @@ class PackedLayout:
     @cached_property
     def groups(self) -> tuple[LikeLengths, ...]:
         """The sequences in groups of like lengths, for a backend that pads; made once for all layers of a forward."""
-        lengths = np.array(self.lengths)
+        lengths = np.array(self.known)
         starts = np.cumsum(lengths) - lengths
         groups: list[LikeLengths] = []
         for members in _alike(lengths, _ALIKE_SEQUENCES):
@@ -80,9 +83,15 @@ class PackedLayout:
             begin = np.cumsum(lengths[members]) - lengths[members]
             column = np.arange(len(row)) - begin[row]
             token = starts[members][row] + column
-            moved = torch.from_numpy(np.stack([token, row, column])).to(self.row.device)
+            moved = torch.from_numpy(np.stack([token, row, column])).to(self.column.device)
             groups.append(LikeLengths(len(members), int(lengths[members].max()), *moved))
         return tuple(groups)
+
+
+def columns_of(lengths: Sequence[int]) -> np.ndarray:
+    """`[T]` int64, the position of each token of packed sequences in its own."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
 
 
 @dataclass(frozen=True)

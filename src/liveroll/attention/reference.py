@@ -23,7 +23,7 @@ class ReferenceAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.packed`."""
-        rows, width = len(layout.lengths), layout.longest
+        rows, width = len(layout.known), layout.longest
         if rows * width == len(query):
             dense = (rows, width)
             return _attend_causally(

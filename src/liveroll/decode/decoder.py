@@ -15,8 +15,8 @@ from liveroll.attention.backend import AttentionBackend, choose_backend
 from liveroll.config import RolloutConfig
 from liveroll.decode.capture import choose_capture
 from liveroll.decode.failure import describe_failure
-from liveroll.decode.feeding import DecodeForward
-from liveroll.decode.graphs import GraphStore
+from liveroll.decode.feeding import TunedForward
+from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.room import make_room
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
@@ -34,6 +34,7 @@ from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks, without_hooks
 from liveroll.model.signature import Signature
 from liveroll.planning.ladder import ladder, rung_for
+from liveroll.prefill.captured import CapturedPrefill
 from liveroll.scheduling.details import NOTHING, Wanted
 
 logger = logging.getLogger("liveroll")
@@ -54,10 +55,12 @@ class Decoder:
         self._tp_group = tp_group
         self.fusion = Fusion(model, config.fuse)
         """Runs projections as one product in decode steps."""
-        self.forward = DecodeForward(model, config.compile, self.fusion)
+        self.forward = TunedForward(model, config.compile, self.fusion)
         """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
+        self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion)
+        """Runs packed prefills where they are captured."""
         self._signature: Signature | None = None
         self._state: RowState | None = None
         self._backend: AttentionBackend | None = None
@@ -95,7 +98,8 @@ class Decoder:
     def static_bytes(self) -> int:
         """Bytes of the running batch and of the steps' inputs and outputs."""
         tensors = [tensor for tensor in (self._rows_on_device, *self._reports.values()) if tensor is not None]
-        return sum(tensor.nbytes for tensor in tensors) + (0 if self._state is None else self._state.bytes)
+        rows = 0 if self._state is None else self._state.bytes
+        return sum(tensor.nbytes for tensor in tensors) + rows + self.prefill.bytes
 
     def prepare(
         self,
@@ -149,6 +153,7 @@ class Decoder:
             self._begin_anew(shape, dtype, longest, room, reason)
             if self._config.capture is not False:
                 self.eager_reason = needed
+            self.prefill.begin(self.storage, self.backend, needed)
         check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
         if variant is Variant.FULL:
             self.state.keep_histories()
@@ -162,7 +167,7 @@ class Decoder:
         """
         key = self._key(rows, variant, wanted)
         if self.eager_reason is None and not self.graphs.holds(key):
-            self._capture(*key)
+            self._capture(key)
 
     def launch(self, slots: np.ndarray, longest: int, variant: Variant, wanted: Wanted = NOTHING) -> Tensor:
         """Run one decode step, captured by `capture_for`.
@@ -181,7 +186,7 @@ class Decoder:
             return decode(self.forward, self.state, rows, self.storage, self.backend, longest, variant, wanted)
         self._longest = longest
         key = self._key(len(slots), variant, wanted)
-        self._load_rows(slots, key[0])
+        self._load_rows(slots, key[1])
         self.graphs.replay(key)
         return self._reports[wanted][:, : len(slots)]
 
@@ -189,6 +194,7 @@ class Decoder:
         """Free the KV pages, the captured steps and the running batch; the next call makes them again."""
         self._signature = None
         self.graphs.drop(None)
+        self.prefill.release()
         self._state = self._backend = self._rows_on_device = None
         self._reports = {}
         self._pool.release()
@@ -228,15 +234,16 @@ class Decoder:
         self._backend = choose_backend(device, slots * max(layer.kv_heads for layer in shape.layers))
         self._rows_on_device = torch.full((slots,), self.state.inert, dtype=torch.int64, device=device)
 
-    def _key(self, rows: int, variant: Variant, wanted: Wanted) -> tuple[int, Variant, Wanted]:
+    def _key(self, rows: int, variant: Variant, wanted: Wanted) -> GraphKey:
         """The captured step for a batch: two variants at most of what is wanted, since greedy rows are plain ones."""
-        return rung_for(rows, self._rungs), variant if variant is Variant.FULL else Variant.PLAIN, wanted
+        return "decode", rung_for(rows, self._rungs), variant if variant is Variant.FULL else Variant.PLAIN, wanted
 
-    def _capture(self, rung: int, variant: Variant, wanted: Wanted) -> None:
+    def _capture(self, key: GraphKey) -> None:
+        _, rung, variant, wanted = key
         self._load_rows(np.empty(0, np.int64), rung)
         self._longest = 1
         try:
-            self.graphs.capture((rung, variant, wanted), self._make_step(rung, variant, wanted))
+            self.graphs.capture(key, self._make_step(rung, variant, wanted))
         except CompileError:
             raise
         except Exception as error:
@@ -281,8 +288,8 @@ class Decoder:
         if self._config.capture is False:
             return None
         needed = needed_hooks(self._model, modules)
-        if needed and self._config.capture is True:
-            raise CaptureError(f"the decode step cannot be captured: {needed}; set capture='auto' or False")
+        if needed and True in (self._config.capture, self._config.prefill_capture):
+            raise CaptureError(f"the model cannot be captured: {needed}; set capture and prefill_capture to 'auto'")
         return needed
 
 

@@ -1,4 +1,4 @@
-"""The model's forward of decode steps, compiled where that was asked for."""
+"""The model's forward where it is captured: its projections fused, and compiled where that was asked for."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ from liveroll.model.versions import COMPILE_FAILURES, inductor, last_recompile_r
 logger = logging.getLogger("liveroll")
 
 
-class DecodeForward:
-    """Runs the model over one new token a row.
+class TunedForward:
+    """Runs the model over one new token of each of several rows, or over packed sequences.
 
-    Compiled code serves any number of rows, but for a single one. It takes the weights as they are when it runs,
-    and knows neither pages nor rows, so nothing of an engine's life makes it compile again.
+    Compiled code serves any number of rows, or of tokens in the one packed row, but for a single one. It takes the
+    weights as they are when it runs, and knows neither pages nor rows, so nothing of an engine's life makes it compile
+    again.
 
     Args:
         model: the model.
         compile: whether to; `auto` does on a GPU, and goes on without where it cannot be.
         fusion: the model's projections that are one product meanwhile.
+        packed: whether it is given packed sequences.
     """
 
-    def __init__(self, model: PreTrainedModel, compile: bool | Literal["auto"], fusion: Fusion) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compile: bool | Literal["auto"], fusion: Fusion, *, packed: bool = False
+    ) -> None:
         self._fusion = fusion
         self._forward = ModelForward(model)
         self._must = compile is True
-        self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._varying = 1 if packed else 0
+        self._compiled: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None
         self.compilations: list[str] = []
         """Why code was compiled, each time it was."""
         self._compiled_graphs = 0
@@ -46,36 +51,42 @@ class DecodeForward:
             run = types.MethodType(_own_copy(cast(types.FunctionType, type(self)._run)), self)
             self._compiled = torch.compile(run, backend=self._count, fullgraph=True)
 
-    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[B, 1, V]` behind tokens `[B, 1]` at positions `[B, 1]`, both int64.
+    def __call__(self, tokens: Tensor, positions: Tensor, keep: Tensor | int = 0) -> Tensor:
+        """Logits `[B, K, V]` behind tokens `[B, T]` at positions `[B, T]`, both int64.
+
+        Args:
+            tokens: `[B, 1]`, or `[1, T]` of packed sequences.
+            positions: of the same shape.
+            keep: as `ModelForward` takes it.
 
         Raises:
             CompileError: the forward cannot be compiled, and must be.
         """
         with self._fusion.in_force():
-            return self._run(tokens, positions) if self._compiled is None else self._run_compiled(tokens, positions)
+            run = self._run if self._compiled is None else self._run_compiled
+            return run(tokens, positions, keep)
 
-    def _run_compiled(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _run_compiled(self, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         assert self._compiled is not None
         tokens, positions = tokens.contiguous(), positions.contiguous()
-        if len(tokens) > 1:
+        if tokens.shape[self._varying] > 1:
             for given in (tokens, positions):
-                torch._dynamo.maybe_mark_dynamic(given, 0)
+                torch._dynamo.maybe_mark_dynamic(given, self._varying)
         try:
-            logits: Tensor = self._compiled(tokens, positions)
+            logits: Tensor = self._compiled(tokens, positions, keep)
         except COMPILE_FAILURES as error:
             reason = f"the model's forward cannot be compiled: {_first_line(error)}"
             if self._must:
                 raise CompileError(f"{reason}; set compile='auto' or False to run it as it is") from error
             self._compiled, self.uncompiled_reason = None, reason
-            logger.warning("decoding without compilation: %s", reason)
-            return self._run(tokens, positions)
+            logger.warning("running without compilation: %s", reason)
+            return self._run(tokens, positions, keep)
         if self._compiled_graphs > len(self.compilations):
             self.compilations.append(last_recompile_reason() or "the first run")
         return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self._forward(tokens, positions, PassingCache())
+    def _run(self, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        return self._forward(tokens, positions, PassingCache(), keep=keep)
 
     def _count(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         compiled = inductor(graph, inputs)

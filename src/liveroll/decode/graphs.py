@@ -1,14 +1,18 @@
-"""The captured decode steps of an engine, and when they must be captured again."""
+"""The captured steps of an engine, and when they must be captured again."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from liveroll.decode.capture import CaptureBackend, CapturedStep, Step
 
 logger = logging.getLogger("liveroll")
+
+GraphKey = tuple[Any, ...]
+"""What a captured step is found by; the first entry says of what kind it is."""
 
 
 class GraphStore:
@@ -23,9 +27,11 @@ class GraphStore:
         self._make_backend = make_backend
         self._backend: CaptureBackend | None = None
         self._limit = limit
-        self._steps: OrderedDict[Hashable, CapturedStep] = OrderedDict()
-        self.captures = 0
-        self.replays = 0
+        self._steps: OrderedDict[GraphKey, CapturedStep] = OrderedDict()
+        self.captures: Counter[str] = Counter()
+        """Steps captured, by kind."""
+        self.replays: Counter[str] = Counter()
+        """Captured steps run, by kind."""
         self.recapture_reasons: list[str] = []
 
     @property
@@ -33,24 +39,24 @@ class GraphStore:
         """Bytes that the captured steps hold."""
         return 0 if self._backend is None else self._backend.bytes()
 
-    def holds(self, key: Hashable) -> bool:
+    def holds(self, key: GraphKey) -> bool:
         """Whether a step is captured under a key."""
         return key in self._steps
 
-    def capture(self, key: Hashable, step: Step) -> None:
+    def capture(self, key: GraphKey, step: Step) -> None:
         """Capture a step under a key."""
         if self._limit is not None and len(self._steps) >= self._limit:
             self._steps.popitem(last=False)
         if self._backend is None:
             self._backend = self._make_backend()
         self._steps[key] = self._backend.capture(step)
-        self.captures += 1
+        self.captures[key[0]] += 1
 
-    def replay(self, key: Hashable) -> None:
+    def replay(self, key: GraphKey) -> None:
         """Run the step captured under a key again."""
         self._steps.move_to_end(key)
         self._steps[key].replay()
-        self.replays += 1
+        self.replays[key[0]] += 1
 
     def drop(self, reason: str | None) -> None:
         """Forget all captured steps and their memory; a reason is noted where there were any."""

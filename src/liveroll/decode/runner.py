@@ -115,6 +115,9 @@ class StepRunner:
         self._timeline.enter("planning")
         lengths = [request.length for request in requests]
         prefill = self._planner.plan(lengths) if run else None
+        if prefill is not None:
+            self._timeline.enter("capture")
+            self._prefill.capture_for(requests, prefill.forwards)
         self._timeline.launch("prefill")
         self.prefilled_rows += len(plan.admitted)
         slots = self._decoder.state.admit(plan.admitted)

@@ -8,7 +8,7 @@ from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PagedCall
 from liveroll.decode.advance import advance
-from liveroll.decode.feeding import DecodeForward
+from liveroll.decode.feeding import TunedForward
 from liveroll.decode.locate import locate
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
@@ -17,7 +17,7 @@ from liveroll.scheduling.details import NOTHING, Wanted
 
 
 def decode(
-    forward: DecodeForward,
+    forward: TunedForward,
     state: RowState,
     slots: Tensor,
     storage: PagedStorage,

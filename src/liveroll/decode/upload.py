@@ -19,6 +19,12 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
+def upload_into(array: np.ndarray, target: Tensor) -> None:
+    """Put an array into a tensor of its shape and dtype; the array may be changed at once."""
+    given = torch.from_numpy(array)
+    target.copy_(given.pin_memory() if target.is_cuda else given, non_blocking=True)
+
+
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copies of several arrays on a device by one transfer; each starts at a multiple of 8 bytes of it."""
     starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import liveroll
 from liveroll.attention.backend import name_backend
-from liveroll.config import RolloutConfig
+from liveroll.config import RolloutConfig, no_prefill_capture
 from liveroll.errors import ConfigError
 from liveroll.model.geometry import ModelShape
 from liveroll.model.versions import AttentionSwitch
@@ -80,6 +80,7 @@ def describe_origin(model: PreTrainedModel, config: RolloutConfig, ranks: int) -
         padded_attention=AttentionSwitch(model).name,
         packed_attention=name_backend(model.device),
         capture=config.capture is not False,
+        prefill_capture=0 if no_prefill_capture(config, model.device.type) else config.prefill_capture_tokens,
         compile=config.compile is True or (config.compile == "auto" and model.device.type == "cuda"),
         fuse=config.fuse is not False,
         liveroll=liveroll.__version__,

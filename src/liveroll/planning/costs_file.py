@@ -34,7 +34,8 @@ class CostsOrigin:
         padded_attention: the model's own attention implementation.
         packed_attention: the backend of packed prefill and of decode.
         capture: whether decode steps are captured.
-        compile: whether their forward is compiled.
+        prefill_capture: tokens up to which packed prefills are captured; 0 where none are.
+        compile: whether the forward of what is captured is compiled.
         fuse: whether projections of one input are one product in them.
         liveroll: its version, and so on.
         torch: version.
@@ -52,6 +53,7 @@ class CostsOrigin:
     padded_attention: str
     packed_attention: str
     capture: bool
+    prefill_capture: int
     compile: bool
     fuse: bool
     liveroll: str

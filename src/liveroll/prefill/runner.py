@@ -20,6 +20,7 @@ from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
 from liveroll.planning.prefill import Forward
+from liveroll.prefill.captured import CapturedPrefill
 from liveroll.scheduling.pages import SCRATCH_PAGE
 from liveroll.scheduling.request import Request
 
@@ -47,38 +48,66 @@ class PrefillRunner:
         guard: switches to the model's own attention for padded forwards.
         storage: where keys and values go.
         backend: attention of packed forwards.
+        captured: runs packed forwards that are captured; None runs all eagerly.
+        max_tokens: token positions that a forward may have, or None.
     """
 
     def __init__(
-        self, forward: ModelForward, guard: ModelGuard, storage: PagedStorage, backend: AttentionBackend
+        self,
+        forward: ModelForward,
+        guard: ModelGuard,
+        storage: PagedStorage,
+        backend: AttentionBackend,
+        captured: CapturedPrefill | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self._forward = forward
         self._guard = guard
         self._storage = storage
         self._backend = backend
+        self._captured = captured
+        self._max_tokens = max_tokens
         self.counts = PrefillCounts()
+
+    def capture_for(self, requests: Sequence[Request], forwards: Sequence[Forward]) -> None:
+        """Capture those of the forwards that are to be captured, and are not yet.
+
+        Raises:
+            CaptureError: one cannot be captured, and must be.
+            CompileError: one cannot be compiled, and must be.
+        """
+        for forward in forwards:
+            if forward.width is None:
+                self._captured_size(sum(requests[index].length for index in forward.indices))
 
     def run(self, requests: Sequence[Request], forward: Forward, route: Route) -> Tensor:
         """Logits `[N, V]` behind the last token of each context of one forward, which a route planned."""
         chosen = [requests[index] for index in forward.indices]
         contexts = [request.context for request in chosen]
         used = sum(len(context) for context in contexts)
-        taken = used if forward.width is None else len(contexts) * forward.width
+        size = self._captured_size(used) if forward.width is None else None
+        taken = size or (used if forward.width is None else len(contexts) * forward.width)
         self.counts.routes[route] += 1
         self.counts.tokens += taken
         self.counts.padded += taken - used
         if forward.width is None:
-            return self._run_packed(chosen, contexts)
+            return self._run_packed(chosen, contexts, size)
         return self._run_padded(chosen, contexts, forward.width)
 
-    def _run_packed(self, requests: Sequence[Request], contexts: Sequence[np.ndarray]) -> Tensor:
+    def _run_packed(self, requests: Sequence[Request], contexts: Sequence[np.ndarray], size: int | None) -> Tensor:
         device = self._forward.device
-        layout = PackedLayout.of([len(context) for context in contexts], device)
         rows = np.concatenate([self._storage_rows(r, len(c)) for r, c in zip(requests, contexts, strict=True)])
+        if self._captured is not None and size is not None:
+            return self._captured.run(size, contexts, rows)
+        layout = PackedLayout.of([len(context) for context in contexts], device)
         tokens, index = torch.from_numpy(np.stack([np.concatenate(contexts), rows])).to(device)
         with interface.bound(PackedCall(self._backend, self._storage, layout, index)):
             logits = self._forward(tokens[None], layout.column[None], PassingCache(), keep=layout.last)
         return logits[0]
+
+    def _captured_size(self, tokens: int) -> int | None:
+        """Tokens that a packed forward is filled up to, which is captured then; None where it runs as it is."""
+        return None if self._captured is None else self._captured.size_for(tokens, self._max_tokens)
 
     def _run_padded(self, requests: Sequence[Request], contexts: Sequence[np.ndarray], width: int) -> Tensor:
         # Scratch rows take the keys of padding, and token 0 stands there: nothing attends to it.

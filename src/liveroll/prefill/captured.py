@@ -1,0 +1,167 @@
+"""Packed prefills captured once for each number of tokens that they are filled up to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from liveroll.attention import interface
+from liveroll.attention.backend import AttentionBackend
+from liveroll.attention.calls import PackedCall
+from liveroll.attention.layout import PackedLayout, columns_of
+from liveroll.config import RolloutConfig, no_prefill_capture
+from liveroll.decode.failure import describe_failure
+from liveroll.decode.feeding import TunedForward
+from liveroll.decode.graphs import GraphKey, GraphStore
+from liveroll.decode.upload import upload_into
+from liveroll.errors import CaptureError, CompileError
+from liveroll.kv.storage import PagedStorage
+from liveroll.model.fusion import Fusion
+from liveroll.model.hooks import without_hooks
+from liveroll.planning.ladder import rung_for, token_ladder
+
+logger = logging.getLogger("liveroll")
+
+
+class CapturedPrefill:
+    """Packed forwards over static tensors. What a forward has no prompts for is filled with inert tokens.
+
+    An inert token is a sequence of its own: it stands at position 0, attends to itself, and writes to the scratch page.
+
+    Args:
+        model: the model.
+        config: the engine's.
+        graphs: keeps the captured forwards, beside the decode steps.
+        fusion: the model's projections that are one product meanwhile.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RolloutConfig, graphs: GraphStore, fusion: Fusion) -> None:
+        self._model = model
+        self._config = config
+        self._graphs = graphs
+        self.forward = TunedForward(model, config.compile, fusion, packed=True)
+        """Runs the model over packed sequences."""
+        self._rungs = token_ladder(config.prefill_capture_tokens)
+        self._storage: PagedStorage | None = None
+        self._backend: AttentionBackend | None = None
+        self._inputs: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._lengths: tuple[int, ...] = ()
+        self.eager_reason = no_prefill_capture(config, model.device.type)
+        """Why packed prefills are not captured; None where they are."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the forwards' inputs and outputs."""
+        return sum(tensor.nbytes for tensor in (self._inputs, self._logits) if tensor is not None)
+
+    def begin(self, storage: PagedStorage, backend: AttentionBackend, eager_reason: str | None) -> None:
+        """Begin anew, when the captured forwards were dropped.
+
+        Args:
+            storage: where keys and values go from now on.
+            backend: attention from now on.
+            eager_reason: why no forward of the model can be captured, or None.
+        """
+        self._storage, self._backend = storage, backend
+        self.eager_reason = no_prefill_capture(self._config, self._model.device.type) or eager_reason
+
+    def release(self) -> None:
+        """Drop all that the forwards run on."""
+        self._storage = self._backend = self._inputs = self._logits = None
+
+    def size_for(self, tokens: int, most: int | None) -> int | None:
+        """Tokens that a forward over so many is filled up to, captured if it is not yet; None where it runs eagerly.
+
+        Args:
+            tokens: of its prompts.
+            most: tokens that a forward may have, or None.
+
+        Raises:
+            CaptureError: it cannot be captured, and the configuration does not let it run eagerly.
+            CompileError: it cannot be compiled, and must be.
+        """
+        if self.eager_reason is not None or tokens > self._rungs[-1]:
+            return None
+        size = rung_for(tokens, self._rungs)
+        if most is not None and size > most:
+            return None
+        if not self._graphs.holds(_key(size)):
+            self._capture(size)
+        return size if self.eager_reason is None else None
+
+    def run(self, size: int, contexts: Sequence[np.ndarray], rows: np.ndarray) -> Tensor:
+        """Logits `[N, V]` behind the last token of each context; overwritten by the next forward.
+
+        Args:
+            size: of a captured forward, by `size_for`.
+            contexts: int64 tokens of N sequences, of no more tokens than that.
+            rows: int64 storage rows of their tokens.
+        """
+        lengths = [len(context) for context in contexts]
+        used = sum(lengths)
+        given = np.zeros(self._width(size), np.int64)
+        tokens, column, index = given[: 3 * size].reshape(3, size)
+        tokens[:used] = np.concatenate(contexts)
+        column[:used] = columns_of(lengths)
+        index[:used] = rows
+        given[3 * size : 3 * size + len(lengths)] = np.cumsum(lengths) - 1
+        self._load(size, given, (*lengths, *(1,) * (size - used)))
+        self._graphs.replay(_key(size))
+        assert self._logits is not None
+        return self._logits[: len(lengths)]
+
+    def _capture(self, size: int) -> None:
+        # Nothing of an earlier forward may be there: its pages are others' by now.
+        self._load(size, np.zeros(self._width(size), np.int64), (1,) * size)
+        try:
+            self._graphs.capture(_key(size), self._make_step(size))
+        except CompileError:
+            raise
+        except Exception as error:
+            place = describe_failure(error, self._model)
+            reason = f"packed prefills cannot be captured, because of {place}"
+            if self._config.prefill_capture is True:
+                raise CaptureError(f"{reason}; set prefill_capture='auto' to run them eagerly") from error
+            self.eager_reason = reason
+            logger.warning("prefilling eagerly: %s", reason)
+
+    def _width(self, size: int) -> int:
+        """Numbers that a forward of a size is given: three of each token, and the last token of each prompt."""
+        return 3 * size + self._config.max_slots
+
+    def _load(self, size: int, given: np.ndarray, lengths: tuple[int, ...]) -> None:
+        device = self._model.device
+        if self._inputs is None:
+            self._inputs = torch.zeros(self._width(self._rungs[-1]), dtype=torch.int64, device=device)
+        upload_into(given, self._inputs[: self._width(size)])
+        self._lengths = lengths
+
+    def _make_step(self, size: int) -> Callable[[], None]:
+        forward, storage, backend = self.forward, self._storage, self._backend
+        assert self._inputs is not None
+        assert storage is not None
+        assert backend is not None
+        tokens, column, index = self._inputs[: 3 * size].view(3, size)
+        last = self._inputs[3 * size : self._width(size)]
+        # A graph serves any lengths; a forward that is run again by the host reads those of now.
+        baked = self._model.device.type == "cuda"
+
+        def step() -> None:
+            layout = PackedLayout(None if baked else self._lengths, column)
+            with without_hooks(self._model), interface.bound(PackedCall(backend, storage, layout, index)):
+                logits = forward(tokens[None], column[None], last)[0]
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits.copy_(logits)
+
+        return step
+
+
+def _key(size: int) -> GraphKey:
+    return "prefill", size
