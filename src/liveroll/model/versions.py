@@ -166,7 +166,8 @@ COMPILE_FAILURES = (TorchDynamoException, InductorError)
 
 def inductor(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """Compile a traced graph as `torch.compile` does by default, small kernels beside one another merged."""
-    compiled: Callable[..., Any] = lookup_backend("inductor")(graph, inputs, config_patches={"combo_kernels": True})
+    compile_graph: Callable[..., Any] = lookup_backend("inductor")
+    compiled: Callable[..., Any] = compile_graph(graph, inputs, config_patches={"combo_kernels": True})
     return compiled
 
 
