@@ -58,10 +58,10 @@ class RolloutConfig:
             leaves every module in the mode it is in.
         capture: whether decode steps are captured, as CUDA graphs on a GPU. `auto` runs them eagerly where they
             cannot be, and says why in the stats; True makes that an error; False never captures.
-        compile: whether decode steps, and prefills where they are captured, go through `torch.compile`, which takes up
-            to a minute once for each of the two and makes them faster; their numbers then differ from eager ones by
-            rounding. `auto` compiles on a GPU, and where it fails goes on without and says why in the stats; True makes
-            that an error.
+        compile: whether decode steps, and packed prefills where prefills are captured, go through `torch.compile`,
+            which takes up to a minute once for each of the two and makes them faster; their numbers then differ from
+            eager ones by rounding. `auto` compiles on a GPU, and where it fails goes on without and says why in the
+            stats; True makes that an error.
         fuse: whether the projections of one input (`q_proj`, `k_proj` and `v_proj`; `gate_proj` and `up_proj`) are one
             product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
             without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what

@@ -122,12 +122,12 @@ def test_what_cannot_be_compiled(monkeypatch):
 @pytest.mark.parametrize("architecture", compilable())
 @pytest.mark.usefixtures("traced")
 def test_a_captured_prefill_is_one_graph(architecture):
-    """Guards against a graph break over several tokens, and code that is compiled again for each size."""
+    """Guards against a graph break over several tokens, and code compiled again for each size or beyond the largest."""
     model = zoo.build(architecture)
-    engine = engine_of(model, prefill_capture=True)
+    engine = engine_of(model, prefill_capture=True, prefill_capture_tokens=256)
     check(engine, model, 4)
     assert engine.compilations == ["the first run"] * 2
-    for length, sizes in ((70, 2), (140, 3), (70, 3)):
+    for length, sizes in ((70, 2), (140, 3), (70, 3), (300, 3)):
         prompts = zoo.ragged_prompts(zoo.VOCAB_SIZE, 3, [length, 5])
         rows = [list(row.token_ids) for row in engine.generate(prompts, GREEDY).completions]
         assert rows == [zoo.reference(model, row, max_new_tokens=BUDGET, do_sample=False) for row in prompts]

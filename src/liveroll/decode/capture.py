@@ -51,7 +51,7 @@ class RecordedSteps:
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share one memory pool.
+    """Records CUDA graphs that share one memory pool; a capture that breaks costs it, and the next share another.
 
     Args:
         device: the GPU.
@@ -62,8 +62,9 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools = [torch.cuda.graph_pool_handle()]
         self._stream = torch.cuda.Stream(device)
+        self._flag = torch.zeros(1, device=device)
 
     def capture(self, step: Step) -> CapturedStep:
         """Warm up and record on a side stream."""
@@ -73,18 +74,32 @@ class CudaGraphs:
             for _ in range(self._WARM_UPS):
                 step()
         current.wait_stream(self._stream)
+        try:
+            return self._record(step)
+        except Exception:
+            self._recover()
+            raise
+
+    def bytes(self) -> int:
+        """Bytes of the segments of the pools."""
+        return sum(int(segment["total_size"]) for pool in self._pools for segment in torch.cuda.memory_snapshot(pool))
+
+    def _record(self, step: Step) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with (
             _no_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=self._pools[-1], stream=self._stream, capture_error_mode="thread_local"),
         ):
             step()
         return graph
 
-    def bytes(self) -> int:
-        """Bytes of the segments of the shared pool."""
-        segments = torch.cuda.memory_snapshot(self._pool)
-        return sum(int(segment["total_size"]) for segment in segments)
+    def _recover(self) -> None:
+        """Undo what a broken capture leaves: its pool takes no other, and the random generator waits for its end."""
+        self._pools.append(torch.cuda.graph_pool_handle())
+        self._record(self._do_little)
+
+    def _do_little(self) -> None:
+        self._flag.zero_()
 
 
 @contextmanager

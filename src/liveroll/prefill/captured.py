@@ -18,7 +18,7 @@ from liveroll.config import RolloutConfig, no_prefill_capture
 from liveroll.decode.failure import describe_failure
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
-from liveroll.decode.upload import upload_into
+from liveroll.decode.upload import upload, upload_into
 from liveroll.errors import CaptureError, CompileError
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.fusion import Fusion
@@ -104,6 +104,21 @@ class CapturedPrefill:
             rows: int64 storage rows of their tokens.
         """
         lengths = [len(context) for context in contexts]
+        self._load(size, self._lay_out(size, contexts, rows), (*lengths, *(1,) * (size - sum(lengths))))
+        self._graphs.replay(_key(size))
+        assert self._logits is not None
+        return self._logits[: len(lengths)]
+
+    def run_uncaptured(self, contexts: Sequence[np.ndarray], rows: np.ndarray) -> Tensor:
+        """As `run`, for a forward of more tokens than are captured: compiled and fused as those are."""
+        lengths = [len(context) for context in contexts]
+        size = sum(lengths)
+        given = upload(self._lay_out(size, contexts, rows), self._model.device)
+        return self._run_forward(given, size, tuple(lengths))[: len(lengths)]
+
+    def _lay_out(self, size: int, contexts: Sequence[np.ndarray], rows: np.ndarray) -> np.ndarray:
+        """What a forward of a size is given: tokens, positions and storage rows, and each context's last token."""
+        lengths = [len(context) for context in contexts]
         used = sum(lengths)
         given = np.zeros(self._width(size), np.int64)
         tokens, column, index = given[: 3 * size].reshape(3, size)
@@ -111,10 +126,15 @@ class CapturedPrefill:
         column[:used] = columns_of(lengths)
         index[:used] = rows
         given[3 * size : 3 * size + len(lengths)] = np.cumsum(lengths) - 1
-        self._load(size, given, (*lengths, *(1,) * (size - used)))
-        self._graphs.replay(_key(size))
-        assert self._logits is not None
-        return self._logits[: len(lengths)]
+        return given
+
+    def _run_forward(self, given: Tensor, size: int, lengths: tuple[int, ...] | None) -> Tensor:
+        assert self._storage is not None
+        assert self._backend is not None
+        tokens, column, index = given[: 3 * size].view(3, size)
+        layout = PackedLayout(lengths, column)
+        with interface.bound(PackedCall(self._backend, self._storage, layout, index)):
+            return self.forward(tokens[None], column[None], given[3 * size :])[0]
 
     def _capture(self, size: int) -> None:
         # Nothing of an earlier forward may be there: its pages are others' by now.
@@ -143,19 +163,14 @@ class CapturedPrefill:
         self._lengths = lengths
 
     def _make_step(self, size: int) -> Callable[[], None]:
-        forward, storage, backend = self.forward, self._storage, self._backend
         assert self._inputs is not None
-        assert storage is not None
-        assert backend is not None
-        tokens, column, index = self._inputs[: 3 * size].view(3, size)
-        last = self._inputs[3 * size : self._width(size)]
+        given = self._inputs[: self._width(size)]
         # A graph serves any lengths; a forward that is run again by the host reads those of now.
         baked = self._model.device.type == "cuda"
 
         def step() -> None:
-            layout = PackedLayout(None if baked else self._lengths, column)
-            with without_hooks(self._model), interface.bound(PackedCall(backend, storage, layout, index)):
-                logits = forward(tokens[None], column[None], last)[0]
+            with without_hooks(self._model):
+                logits = self._run_forward(given, size, None if baked else self._lengths)
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)

@@ -99,6 +99,8 @@ class PrefillRunner:
         rows = np.concatenate([self._storage_rows(r, len(c)) for r, c in zip(requests, contexts, strict=True)])
         if self._captured is not None and size is not None:
             return self._captured.run(size, contexts, rows)
+        if self._captured is not None and self._captured.eager_reason is None:
+            return self._captured.run_uncaptured(contexts, rows)
         layout = PackedLayout.of([len(context) for context in contexts], device)
         tokens, index = torch.from_numpy(np.stack([np.concatenate(contexts), rows])).to(device)
         with interface.bound(PackedCall(self._backend, self._storage, layout, index)):
