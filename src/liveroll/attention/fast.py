@@ -12,6 +12,9 @@ from liveroll.kernels.paged_attention import paged_attention
 from liveroll.model.geometry import AttentionTraits
 from liveroll.model.versions import varlen_attention
 
+# Up to here our own kernel is the faster one on an H200: 78 us a layer against 104 for 2,000 tokens of 16 heads of 128, 4
+# against 14 for 32 times 16 tokens.
+_SHORT = 2048
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,7 +44,7 @@ class GpuAttention:
             return self._reference.packed(query, key, value, layout, traits, sinks)
         served = serves_packed(query.dtype, query.shape[-1], value.shape[-1], traits, sinks is not None)
         # PyTorch's kernel must be told the longest sequence, which a captured forward does not know.
-        if layout.lengths is None or not served:
+        if layout.lengths is None or layout.longest <= _SHORT or not served:
             return packed_attention(
                 query,
                 key,
