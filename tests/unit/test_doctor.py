@@ -149,6 +149,7 @@ def test_a_model(checkpoint):
 
 def test_a_model_that_cannot_be_rolled_out(tmp_path):
     """Guards against a traceback, or a good end, where the answer is no."""
+    save_checkpoint(tmp_path)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(
         vocab_size=40,
