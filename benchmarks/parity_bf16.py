@@ -93,6 +93,7 @@ WAYS = {
     "one prefill a prompt": Way({"prefill_route": "per_prompt"}),
     "ordinary (model.generate)": Way({"prefill_route": "ordinary"}),
     "not captured": Way({"capture": False}),
+    "prefill not captured": Way({"prefill_capture": False}),
     "compiled": Way({"compile": True}),
     "fused projections": Way({"fuse": True}),
     "compiled, fused": Way({"compile": True, "fuse": True}),
