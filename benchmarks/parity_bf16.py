@@ -100,7 +100,7 @@ WAYS = {
     "4 slots": Way({"max_slots": 4}),
     "1 slot": Way({"max_slots": 1}),
     "eager attention in the trainer": Way(around=lambda model: attention(model, "eager")),
-    "head in float32": Way({"capture": False}, head_in_float32, ("bfloat16",)),
+    "head in float32": Way({"capture": False, "prefill_capture": False}, head_in_float32, ("bfloat16",)),
     "trainer in training mode": Way(around=training),
     "bf16 autocast over float32 weights": Way(around=autocast, dtypes=("float32",)),
     "TF32 products": Way(around=tf32, dtypes=("float32",), needs_gpu=True),
