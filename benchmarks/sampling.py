@@ -123,7 +123,7 @@ def microseconds(run: Callable[[], Any]) -> float:
     return round(start.elapsed_time(end) * 1e3 / (CALLS * REPLAYS), 1)
 
 
-def parts(logits: torch.Tensor, setting: dict[str, Any]) -> dict[str, float]:
+def parts(logits: torch.Tensor, setting: dict[str, Any]) -> dict[str, Any]:
     """Times of the kernels of one setting, one group after the other."""
     state, slots = rows_of(len(logits), setting)
     scores = score(logits, state, slots)
@@ -137,7 +137,19 @@ def parts(logits: torch.Tensor, setting: dict[str, Any]) -> dict[str, float]:
         "scores": first,
         "bounds": round(microseconds(prepared_and_bounded) - first, 1),
         "draw": microseconds(lambda: draw(logits, source, state, slots, None)),
+        "kernels": kernels(prepared_and_bounded),
     }
+
+
+def kernels(run: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each kernel of one run, by its name."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPLAYS):
+            run()
+        torch.cuda.synchronize()
+    return {event.key: round(event.device_time_total / REPLAYS, 1) for event in profile.key_averages()}
 
 
 def limits_of(state: RowState, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from liveroll.cli_costs import calibrate, report, sweep
+from liveroll.cli_doctor import doctor
 from liveroll.errors import LiverollError
 from liveroll.sampling_config import SamplingConfig
 
@@ -156,6 +157,7 @@ def plan(
 app.command()(calibrate)
 app.command()(sweep)
 app.command()(report)
+app.command()(doctor)
 
 
 @app.command()

@@ -113,6 +113,6 @@ class StatsRecorder:
             prefill_forwards=forwards,
             decode_forwards=steps,
             productive_tokens=new_tokens,
-            active_capacity=decoded if steps else 0,
+            active_capacity=max(decoded, 0) if steps else 0,
             configured_capacity=self._max_slots * steps,
         )

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sampled_rows import admitted, moved, request_with
 
 from liveroll.decode.sampler import Variant, sample
-from liveroll.decode.state import RowState
-from liveroll.decode.truncation import find_bounds, masses
+from liveroll.decode.state import Column, RowState, Setting
+from liveroll.decode.truncation import find_bounds, keeps, masses
 from liveroll.kernels import draw, report, truncate
 from liveroll.kernels import scores as prepared
 from liveroll.kernels.sample import sample_fused
@@ -115,6 +115,7 @@ def test_all_settings_mixed(device):
 
 ROWS = {
     "two scores": torch.zeros(1, 300).index_fill(1, torch.arange(0, 300, 7), 2.0),
+    "adjacent": torch.ones(1, 300).index_fill(1, torch.arange(0, 300, 7), 1.0000001),
     "both zeros": torch.tensor([[0.0, -0.0] * 150]),
     "one possible": torch.full((1, 300), -math.inf).index_fill(1, torch.tensor([123]), -4.0),
     "tiny": 1e-30 * logits_of(1, 300, seed=4),
@@ -129,6 +130,31 @@ def test_strange_rows(device, logits):
     requests = [request_with(**setting) for setting in each]
     state, slots = admitted(requests, 300)
     on_both(logits.expand(len(each), -1), state, slots, Variant.FULL, device)
+
+
+@pytest.mark.parametrize("capacity", [32, 4096])
+def test_flat_rows(device, capacity, monkeypatch):
+    """Guards against a long list of many equal scores that is cut elsewhere than the row itself would be."""
+    monkeypatch.setattr(truncate, "_CAPACITY", capacity)
+    each = [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 0.7}, {"top_k": 700}, {"top_k": 900, "top_p": 0.8}]
+    requests = [request_with(**setting) for setting in each]
+    state, slots = admitted(requests, 3000)
+    logits = torch.randn(len(each), 3000, generator=torch.Generator().manual_seed(3)).bfloat16()
+    scores = prepared.score(logits.to(device), moved(state, device), slots.to(device))
+    ours = [found.cpu() for found in truncate.find_bounds(scores, state, slots.to(device))]
+    listed = scores.found.cpu()
+    moved(state, torch.device("cpu"))
+    numbers, limits = state.numbers[slots], state.settings[slots]
+    expected = find_bounds(
+        scores.values.cpu(), numbers[:, Column.TOP_K], limits[:, Setting.TAIL], limits[:, Setting.LEAST]
+    )
+    assert (listed > 32).all()
+    assert (listed < 4096).all()
+    # Where all tokens of the bound's score are kept, any id up to the first of them says so.
+    kept = [keeps(scores.values.cpu(), *bound) for bound in (ours, expected)]
+    assert kept[0].equal(kept[1])
+    at_the_edge = scores.values.cpu() == expected[0][:, None]
+    assert ((kept[0] & at_the_edge).sum(1) < at_the_edge.sum(1)).any()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy notices what a GPU does not

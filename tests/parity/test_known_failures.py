@@ -152,3 +152,37 @@ def test_eos_as_the_first_token(route):
     assert tokens(single) == [rows[1][:1]]
     assert single.completions[0].stop == rows[1][0]
     assert single.loss_mask.tolist() == [[1]]
+
+
+def test_ids_of_a_padded_vocabulary(route):
+    """Guards against sampling a row of the embedding that is there to make its size a round number."""
+    tokenizer = bpe_tokenizer()
+    known = len(tokenizer)
+    model = zoo.build("llama", vocab_size=known + 13)
+    with torch.no_grad():
+        model.lm_head.weight[known:] *= 20
+    assert max(zoo.reference(model, [40, 41], max_new_tokens=BUDGET)) >= known
+    for temperature in (0, 1.0):
+        sampling = SamplingConfig(max_new_tokens=BUDGET, temperature=temperature, top_k=0, n=4, seed=2)
+        batch = engine(route, model, tokenizer).generate([[40, 41]], sampling)
+        assert all(token < known for row in tokens(batch) for token in row)
+
+
+@pytest.mark.parametrize("capture", ["auto", False])
+def test_weights_changed_in_place_between_calls(route, capture):
+    """Guards against keys of the call before: the same prompts come again, no address and no version has changed."""
+    model = zoo.build("llama")
+    rollouts = engine(route, model, capture=capture)
+    sampled = SamplingConfig(max_new_tokens=BUDGET, temperature=1.0, top_k=0, n=2, seed=2)
+    before = tokens(rollouts.generate(PROMPTS, GREEDY))
+    assert before == alone(model)
+    rollouts.generate(PROMPTS, sampled)
+    places = [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.mul_(0.8)
+    assert places == [(parameter.data_ptr(), parameter._version) for parameter in model.parameters()]
+    after = tokens(rollouts.generate(PROMPTS, GREEDY))
+    assert after == alone(model)
+    assert after != before
+    fresh = engine(route, model, capture=capture)
+    assert tokens(rollouts.generate(PROMPTS, sampled)) == tokens(fresh.generate(PROMPTS, sampled))

@@ -156,7 +156,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("name", ["llama_mqa", "qwen3", "mistral", "gemma2", "gpt2", "opt", "cohere2", "gpt_oss"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_equal_a_forward_over_the_response(name):
     """Guards against log-probabilities of another distribution than the one drawn from, in any architecture."""
     sampling = [SamplingConfig(**{**NEUTRAL, "seed": 4, "max_new_tokens": 12, **one}) for one in SETTINGS]

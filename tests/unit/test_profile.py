@@ -180,6 +180,35 @@ def test_preempted_rows_are_prefilled_twice_and_their_tokens_counted_once():
     assert profile.active_capacity == 4 * 24 - 4 - batch.stats.preemptions
 
 
+def test_first_tokens_that_are_dropped():
+    """Guards against capacity below zero: rows aborted while their prefill is in flight have no token of it."""
+    rollouts = engine(max_slots=8, run_ahead=2, capture=False)
+    rollouts.generate(PROMPTS[:1], GREEDY)
+    widths = []
+
+    def abort_the_refill(module, inputs, output):
+        widths.append(output.shape[1])
+        if widths[-1] > 1 and len(widths) > 1:
+            for prompt in range(7, 15):
+                rollouts.abort(prompt)
+
+    hook = MODEL.model.norm.register_forward_hook(abort_the_refill)
+    prompts = [[index, 3] for index in range(15)]
+    try:
+        stops = tuple(range(zoo.VOCAB_SIZE))
+        settings = [SamplingConfig(max_new_tokens=20, stop_token_ids=stops if i < 7 else ()) for i in range(15)]
+        batch = rollouts.generate(prompts, settings)
+    finally:
+        hook.remove()
+    refill = widths.index(14, 1)
+    assert set(widths[1:refill]) == {1}
+    assert [len(completion.token_ids) for completion in batch.completions[8:]] == [0] * 7
+    profile = profile_of(batch)
+    assert batch.stats.decode_steps > 0
+    assert profile.productive_tokens < 15
+    assert profile.active_capacity == 0
+
+
 def test_a_fallback_is_decode_as_a_whole(clock):
     """Guards against the time of a fallback counted to reading the prompts."""
     rollouts = engine(character_tokenizer(), fallback="generate")

@@ -3,9 +3,9 @@
 The bound is the largest score t such that the tokens that score t or more reach a goal: k tokens, or the mass that
 top-p asks for. Two passes over the vocabulary, spread over the whole device, add up what reaches each of a few pivots,
 the second between the two pivots of the first between which the bound lies. The few tokens left between the pivots
-that come out of that are listed, and one program a row halves the interval, over the list alone, until one score is
-left. Masses are whole numbers, so that the result does not depend on the order in which anything is added; where
-pivots lie costs time and changes nothing.
+that come out of that are listed, each with its score and its mass, and one program a row halves the interval, over the
+list alone, until one score is left. Masses are whole numbers, so that the result does not depend on the order in which
+anything is added; where pivots lie costs time and changes nothing.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def _pivots(low, high, top, reach, PASS: tl.constexpr, PIVOTS: tl.constexpr):
 def _bracket(
     partial, row, rows, width, k, tail, top, reach, PASSES: tl.constexpr, PIVOTS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Scores that the bound lies between, what reaches the higher one, and the goal, after some passes."""
+    """Scores that the bound lies between, what reaches the higher and the lower, and the goal, after some passes."""
     low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
-    above = tl.full([], 0, tl.int64)
+    above, reaching = tl.full([], 0, tl.int64), tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     goal = tl.minimum(k, width)
     split, pivot = tl.arange(0, SPLITS), tl.arange(0, PIVOTS)
     for done in tl.static_range(PASSES):
@@ -101,7 +101,8 @@ def _bracket(
         low = tl.maximum(low, tl.max(tl.where(reached, scores, float("-inf")), 0))
         high = tl.minimum(high, tl.min(tl.where(reached, float("inf"), scores), 0))
         above = tl.maximum(above, tl.max(tl.where(reached, 0, sums), 0))
-    return low, high, above, goal
+        reaching = tl.minimum(reaching, tl.min(tl.where(reached, sums, 0x7FFFFFFFFFFFFFFF), 0))
+    return low, high, above, reaching, goal
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,7 +116,7 @@ def _count(
     k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
     if (k > 0) | (tail > 0.0):
         top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, PASS, PIVOTS, SPLITS)
+        low, high, _, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, PASS, PIVOTS, SPLITS)
         pivot = _pivots(low, high, top, reach, PASS, PIVOTS)
         share = tl.cdiv(width, SPLITS * CHUNK) * CHUNK
         end = tl.minimum((split + 1) * share, width)
@@ -135,7 +136,7 @@ def _count(
 
 @triton.jit(do_not_specialize=["rows"])
 def _list(
-    scores, tops, sums, counts, partial, found, ids, slots, numbers, settings, width, rows,
+    scores, tops, sums, counts, partial, found, ids, keys, amounts, slots, numbers, settings, width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr,
     PIVOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
     BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
@@ -145,7 +146,7 @@ def _list(
     k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
     if (k > 0) | (tail > 0.0):
         top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
+        low, high, _, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
         index = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + row.to(tl.int64) * width + index, mask=index < width, other=float("nan"))
         # Top-p after top-k looks at all that top-k keeps.
@@ -155,45 +156,73 @@ def _list(
         if count > 0:
             # The order of the list does not matter.
             place = tl.atomic_add(found + row, count) + tl.cumsum(listed.to(tl.int32), 0) - 1
-            tl.store(ids + row.to(tl.int64) * CAPACITY + place, index, mask=listed & (place < CAPACITY))
+            place, stored = row.to(tl.int64) * CAPACITY + place, listed & (place < CAPACITY)
+            tl.store(ids + place, index, mask=stored)
+            tl.store(keys + place, _key(score), mask=stored)
+            if tail > 0.0:
+                tl.store(amounts + place, mass(score, top), mask=stored)
 
 
 @triton.jit
-def _sum(scores, ids, count, listed, low, high, key, edge, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """Number or mass of the tokens between two scores that are above a key, or have it and an id from `edge` on.
+def _sum(
+    scores, ids, keys, amounts, listed, width, low, high, key, edge, top, MASS: tl.constexpr, TIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Number or mass of the tokens between two scores that have at least some key; of ties, of those that have it.
 
-    Looks at `count` tokens: those of the list, or those of the whole row if `listed` is 0.
+    Of ties only ids from `edge` on count. Looks at the list; at the whole row if `listed` is 0.
     """
     total = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, count, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = at < count
-        index = tl.where(listed > 0, tl.load(ids + at, mask=at < listed, other=0), at)
-        score = tl.load(scores + index, mask=inside, other=float("nan"))
-        own = _key(score)
-        chosen = (score >= low) & (score < high) & ((own > key) | ((own == key) & (index >= edge)))
-        if MASS:
-            total += tl.where(chosen, mass(score, top), 0)
-        else:
-            total += chosen.to(tl.int64)
+    if listed > 0:
+        for start in range(0, listed, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            inside = at < listed
+            own = tl.load(keys + at, mask=inside, other=0)
+            chosen = inside & (own >= key) & (own < _key(high))
+            if TIES:
+                chosen = inside & (own == key) & (tl.load(ids + at, mask=inside, other=0) >= edge)
+            if MASS:
+                total += tl.load(amounts + at, mask=chosen, other=0)
+            else:
+                total += chosen.to(tl.int64)
+    else:
+        for start in range(0, width, CHUNK):
+            index = start + tl.arange(0, CHUNK)
+            score = tl.load(scores + index, mask=index < width, other=float("nan"))
+            own = _key(score)
+            chosen = (score >= low) & (score < high) & (own >= key)
+            if TIES:
+                chosen = (score == score) & (own == key) & (index >= edge)
+            if MASS:
+                total += tl.where(chosen, mass(score, top), 0)
+            else:
+                total += chosen.to(tl.int64)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _search(scores, ids, count, listed, low, high, lowest, above, goal, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest key, from `lowest` on, such that what is at or above it reaches a goal."""
-    reached, missed = lowest.to(tl.int64), _key(high).to(tl.int64)
+def _search(
+    scores, ids, keys, amounts, listed, width, low, high, lowest, above, reaching, goal, top,
+    MASS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The largest key, from `lowest` on, that a goal is reached at, what reaches it, and what reaches the next one."""
+    reached, missed, beyond = lowest.to(tl.int64), _key(high).to(tl.int64), above
     while missed - reached > 1:
         middle = (reached + missed) >> 1
-        enough = above + _sum(scores, ids, count, listed, low, high, middle, 0, top, MASS, CHUNK) >= goal
-        reached, missed = tl.where(enough, middle, reached), tl.where(enough, missed, middle)
-    return reached
+        reach = above + _sum(
+            scores, ids, keys, amounts, listed, width, low, high, middle, 0, top, MASS, False, CHUNK
+        )  # fmt: skip
+        enough = reach >= goal
+        reached, reaching = tl.where(enough, middle, reached), tl.where(enough, reach, reaching)
+        missed, beyond = tl.where(enough, missed, middle), tl.where(enough, beyond, reach)
+    return reached, reaching, beyond
 
 
 # Triton 3.6 fails on a loop that it knows to be dead, as the last one is if a constant says that a row has one score.
 @triton.jit(do_not_specialize=["width", "rows"])
 def _select(
-    scores, tops, sums, counts, partial, found, ids, bounds, edges, slots, numbers, settings, width, rows,
+    scores, tops, sums, counts, partial, found, ids, keys, amounts, bounds, edges, slots, numbers, settings,
+    width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr, LEAST: tl.constexpr,
     PIVOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
     CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
@@ -205,32 +234,41 @@ def _select(
     top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
     bound, edge = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64)
     if (k > 0) | (tail > 0.0):
-        low, high, above, goal = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
+        low, high, above, reaching, goal = _bracket(
+            partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS
+        )  # fmt: skip
         listed = tl.load(found + row)
         listed = tl.where(listed <= CAPACITY, listed, 0)
-        count = tl.where(listed > 0, listed, width)
         scores += row.to(tl.int64) * width
-        ids += row.to(tl.int64) * CAPACITY
+        place = row.to(tl.int64) * CAPACITY
+        ids += place
+        keys += place
+        amounts += place
         key = _key(low).to(tl.int64)
         if k > 0:
-            key = _search(scores, ids, count, listed, low, high, key, above, goal, top, False, CHUNK)
+            key, _, _ = _search(
+                scores, ids, keys, amounts, listed, width, low, high, key, above, reaching, goal, top, False, CHUNK
+            )  # fmt: skip
             if tail > 0.0:
                 high, above = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int64)
-                goal = _goal(_sum(scores, ids, count, listed, low, high, key, 0, top, True, CHUNK), tail)
+                reaching = _sum(
+                    scores, ids, keys, amounts, listed, width, low, high, key, 0, top, True, False, CHUNK
+                )  # fmt: skip
+                goal = _goal(reaching, tail)
         if tail > 0.0:
-            key = _search(scores, ids, count, listed, low, high, key, above, goal, top, True, CHUNK)
+            key, reaching, beyond = _search(
+                scores, ids, keys, amounts, listed, width, low, high, key, above, reaching, goal, top, True, CHUNK
+            )  # fmt: skip
             # Of the tokens with this very score, each of the same mass, those with the highest ids make up the goal.
-            beyond = above + _sum(scores, ids, count, listed, low, high, key + 1, 0, top, True, CHUNK)
-            mass = above + _sum(scores, ids, count, listed, low, high, key, 0, top, True, CHUNK) - beyond
-            before = _sum(scores, ids, count, listed, low, high, key + 1, 0, top, False, CHUNK)
-            ties = _sum(scores, ids, count, listed, low, high, key, 0, top, False, CHUNK) - before
-            needed = tl.cdiv(goal - beyond, tl.maximum(mass // tl.maximum(ties, 1), 1))
+            ties = _sum(scores, ids, keys, amounts, listed, width, low, high, key, 0, top, False, True, CHUNK)
+            needed = tl.cdiv(goal - beyond, tl.maximum((reaching - beyond) // tl.maximum(ties, 1), 1))
             if needed < ties:
-                needed += before
                 missed = edge + width
                 while missed - edge > 1:
                     middle = (edge + missed) >> 1
-                    enough = _sum(scores, ids, count, listed, low, high, key, middle, top, False, CHUNK) >= needed
+                    enough = needed <= _sum(
+                        scores, ids, keys, amounts, listed, width, low, high, key, middle, top, False, True, CHUNK
+                    )  # fmt: skip
                     edge, missed = tl.where(enough, middle, edge), tl.where(enough, missed, middle)
         word = key.to(tl.int32)
         bound = (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -254,21 +292,23 @@ def find_bounds(scores: Scores, state: RowState, slots: Tensor) -> tuple[Tensor,
     (rows, width), device = scores.values.shape, slots.device
     blocks = triton.cdiv(width, BLOCK)
     partial = torch.empty(2, rows, _SPLITS, _PIVOTS, dtype=torch.int64, device=device)
-    ids = torch.empty(rows, min(_CAPACITY, width), dtype=torch.int32, device=device)
+    ids, keys = torch.empty(2, rows, min(_CAPACITY, width), dtype=torch.int32, device=device)
+    amounts = torch.empty(ids.shape, dtype=torch.int64, device=device)
     bounds = torch.empty(rows, dtype=torch.float32, device=device)
     edges = torch.empty(rows, dtype=torch.int32, device=device)
     limits = {
         "COLUMNS": len(Column), "TOP_K": int(Column.TOP_K), "SETTINGS": len(Setting), "TAIL": int(Setting.TAIL),
         "PIVOTS": _PIVOTS, "SPLITS": _SPLITS, "BLOCKS": blocks, "BLOCKS_P": triton.next_power_of_2(blocks),
-        "num_warps": 8, "enable_fp_fusion": False,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     known = scores.values, scores.tops, scores.sums, scores.counts, partial
     own = slots, state.numbers, state.settings, width, rows
     for number in range(2):
-        _count[(rows, _SPLITS)](*known, *own, PASS=number, CHUNK=_CHUNK, **limits)
-    _list[(rows, blocks)](*known, scores.found, ids, *own, BLOCK=BLOCK, CAPACITY=ids.shape[1], **limits)
+        _count[(rows, _SPLITS)](*known, *own, PASS=number, CHUNK=_CHUNK, num_warps=8, **limits)
+    listed = scores.found, ids, keys, amounts
+    _list[(rows, blocks)](*known, *listed, *own, BLOCK=BLOCK, CAPACITY=ids.shape[1], num_warps=8, **limits)
     _select[(rows,)](
-        *known, scores.found, ids, bounds, edges, *own,
-        LEAST=int(Setting.LEAST), CHUNK=2 * _CHUNK, CAPACITY=ids.shape[1], **limits,
+        *known, *listed, bounds, edges, *own,
+        LEAST=int(Setting.LEAST), CHUNK=2 * _CHUNK, CAPACITY=ids.shape[1], num_warps=16, **limits,
     )  # fmt: skip
     return bounds, edges

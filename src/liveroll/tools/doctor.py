@@ -1,0 +1,293 @@
+"""What `liveroll doctor` tells: what is installed, what a model allows, and how near the engine is to its trainer."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from liveroll.config import PrefillRoute, RolloutConfig
+from liveroll.errors import ConfigError, LiverollError, PromptError
+from liveroll.tools.checkpoint import Checkpoint, load_checkpoint
+from liveroll.tools.jobs import Prompt, read_jobs, refuse_bad_lines
+
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "Water boils at",
+    "In 1969, the first",
+    "Dear Sir or Madam,",
+    "The meaning of life is",
+    "The history of the village begins with a river. " * 8,
+)
+"""Prompts that parity is measured on where none are given."""
+
+_MEASURES = ("mean", "p99", "max", "kl", "outside")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """What `liveroll doctor` was asked to do.
+
+    Args:
+        model: a checkpoint folder, or the id of a model on the Hub; None to look at the environment alone.
+        parity: compare log-probabilities with the trainer's.
+        prompts: file of prompts for it, as `liveroll generate` reads it; None for `TEXTS`.
+        max_new_tokens: tokens of each response, at most; None is 64.
+        n: samples of each prompt; None is 4.
+        seed: of the samples; None is 0.
+        slots: rows that decode side by side, at most.
+        route: how prompts are prefilled.
+        capture: as in `RolloutConfig`.
+        compile: as there.
+        fuse: as there.
+        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        device: `auto` (a GPU if there is one) or a torch device.
+
+    Raises:
+        ConfigError: options that exclude one another.
+    """
+
+    model: str | None
+    parity: bool = False
+    prompts: Path | None = None
+    max_new_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    slots: int = 32
+    route: str = "packed"
+    capture: bool | Literal["auto"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    fuse: bool | Literal["auto"] = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.parity and self.model is None:
+            raise ConfigError("--parity compares with a model; give --model")
+        given = [name for name in ("prompts", "max_new_tokens", "n", "seed") if getattr(self, name) is not None]
+        if given and not self.parity:
+            raise ConfigError(f"--{given[0].replace('_', '-')} is of --parity; give that too")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        environment: versions and devices, by name.
+        model: what the model allows, by name; empty where none was given.
+        parity: a `liveroll.tools.parity.Parity`, or None.
+        healthy: the model can be rolled out, and is near to its trainer where that was measured.
+    """
+
+    environment: dict[str, str]
+    model: dict[str, str]
+    parity: Any
+    healthy: bool
+
+
+def run_doctor(options: DoctorOptions) -> Diagnosis:
+    """Look at what there is.
+
+    Raises:
+        ConfigError: the model or device cannot be used, or the engine's options are none.
+        PromptError: the prompts file has bad lines, or settings of its own.
+        LiverollError: the model cannot be rolled out, and parity was asked for; or as `RolloutEngine.generate` raises.
+    """
+    config = RolloutConfig(
+        max_slots=options.slots,
+        prefill_route=cast(PrefillRoute, options.route),
+        capture=options.capture,
+        compile=options.compile,
+        fuse=options.fuse,
+        sample_padded_vocabulary=True,
+    )
+    prompts = None if options.prompts is None else _read_prompts(options.prompts)
+    environment = describe_environment()
+    if options.model is None:
+        return Diagnosis(environment, {}, None, True)
+    checkpoint = load_checkpoint(options.model, options.dtype, options.device)
+    described = _describe_model(checkpoint.model)
+    if options.parity:
+        return _measure(options, checkpoint, config, prompts, environment, described)
+    try:
+        described |= _try_out(checkpoint, config)
+    except LiverollError as error:
+        return Diagnosis(environment, described | {"rollout": f"no: {error}"}, None, False)
+    return Diagnosis(environment, described, None, True)
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions, and the devices that torch sees."""
+    import torch
+
+    import liveroll
+
+    cuda = torch.version.cuda
+    found = {
+        "liveroll": liveroll.__version__,
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}",
+        "transformers": _version_of("transformers", "needed"),
+        "triton": _version_of("triton", "decode attention and sampling need it on a GPU"),
+        "cuda-python": _version_of("cuda.bindings", "sleep() cannot keep captured steps without it"),
+        "TF32 products": "yes" if torch.backends.cuda.matmul.allow_tf32 else "no",
+    }
+    if not torch.cuda.is_available():
+        return found | {"device": f"CPU, {torch.get_num_threads()} threads; torch sees no GPU"}
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found[f"device cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+    return found
+
+
+def describe_diagnosis(diagnosis: Diagnosis) -> dict[str, Any]:
+    """A diagnosis as plain values, for JSON, which has no infinity and no NaN."""
+    described: dict[str, Any] = {"environment": diagnosis.environment, "healthy": diagnosis.healthy}
+    if diagnosis.model:
+        described["model"] = diagnosis.model
+    if diagnosis.parity is not None:
+        parity = diagnosis.parity
+        described["parity"] = {
+            "sequences": parity.sequences,
+            "tokens": parity.alone.tokens,
+            "gaps": {
+                name: {key: value if isfinite(value) else None for key, value in asdict(gap).items()}
+                for name, gap in parity.gaps.items()
+            },
+            "enough": parity.enough if isfinite(parity.enough) else None,
+            "near": parity.near,
+            "verdict": parity.verdict,
+        }
+    return described
+
+
+def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print a diagnosis as tables and a sentence."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for name, value in (diagnosis.environment | diagnosis.model).items():
+        table.add_row(name, value)
+    console.print(table, markup=False, highlight=False)
+    if diagnosis.parity is None:
+        return
+    parity = diagnosis.parity
+    gaps = Table(box=None, padding=(0, 2, 0, 0))
+    gaps.add_column("log-probabilities of", no_wrap=True)
+    for name in ("mean |d|", "p99", "max", "KL (k3)", "off 10%"):
+        gaps.add_column(name, justify="right", no_wrap=True)
+    for name, gap in parity.gaps.items():
+        *numbers, share = (getattr(gap, measure) for measure in _MEASURES)
+        gaps.add_row(name, *(f"{number:.1e}" for number in numbers), f"{share:.2%}")
+    console.print()
+    console.print(gaps)
+    console.print(f"{parity.alone.tokens} tokens of {parity.sequences} sequences, sampled at temperature 1")
+    console.print(parity.verdict, style="bold" if parity.near else "bold red", highlight=False, soft_wrap=True)
+
+
+def _measure(
+    options: DoctorOptions,
+    checkpoint: Checkpoint,
+    config: RolloutConfig,
+    prompts: Any,
+    environment: dict[str, str],
+    described: dict[str, str],
+) -> Diagnosis:
+    from liveroll.engine import RolloutEngine
+    from liveroll.tools.parity import measure_parity, plain_sampling
+
+    sampling = plain_sampling(
+        64 if options.max_new_tokens is None else options.max_new_tokens,
+        4 if options.n is None else options.n,
+        options.seed or 0,
+    )
+    engine = RolloutEngine(checkpoint.model, checkpoint.tokenizer, config)
+    parity = measure_parity(engine, checkpoint.model, prompts or default_prompts(checkpoint), sampling)
+    described |= _describe_steps(engine, parity.batch.stats)
+    return Diagnosis(environment, described, parity, parity.near)
+
+
+def default_prompts(checkpoint: Checkpoint) -> list[list[int]]:
+    """`TEXTS` as tokens; where there is no tokenizer, or it does not know all characters, random tokens."""
+    tokenizer, size = checkpoint.tokenizer, checkpoint.model.config.get_text_config().vocab_size
+    prompts = [] if tokenizer is None else [list(tokenizer(text)["input_ids"]) for text in TEXTS]
+    unknown = None if tokenizer is None else tokenizer.unk_token_id
+    if not prompts or any(not prompt or unknown in prompt for prompt in prompts):
+        from liveroll.tools.workloads import draw_prompts
+
+        return draw_prompts([4, 5, 6, 7, 8, 12, 16, 48], size, seed=0)
+    return prompts
+
+
+def _try_out(checkpoint: Checkpoint, config: RolloutConfig) -> dict[str, str]:
+    """What a short call did."""
+    from liveroll.engine import RolloutEngine
+    from liveroll.tools.parity import plain_sampling
+
+    with RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine:
+        batch = engine.generate(default_prompts(checkpoint)[:2], plain_sampling(4, 1, 0))
+        return {"rollout": "yes"} | _describe_steps(engine, batch.stats)
+
+
+def _describe_model(model: Any) -> dict[str, str]:
+    from liveroll.attention.backend import name_backend
+    from liveroll.model.versions import AttentionSwitch
+
+    size = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {
+        "model": f"{type(model).__name__}, {size / 1e6:,.0f} M parameters, {dtype} on {model.device}",
+        "attention": f"{name_backend(model.device)} in rollouts, {AttentionSwitch(model).name} in training",
+    }
+
+
+def _describe_steps(engine: Any, stats: Any) -> dict[str, str]:
+    """How the decode steps of a call were run, and why not otherwise."""
+    device = engine._model.device
+    captured = "yes" if device.type == "cuda" else "yes, as steps run again: CUDA graphs need a GPU"
+    compiled = "no: RolloutConfig.compile is False"
+    if engine.config.compile == "auto" and device.type != "cuda":
+        compiled = "no: auto compiles on a GPU only"
+    elif engine.config.compile:
+        compiled = f"no: {stats.uncompiled_reason}" if stats.uncompiled_reason else "yes"
+    fused = "no: RolloutConfig.fuse is False"
+    if engine.config.fuse:
+        fusion = engine.fusion
+        refused = "; ".join(f"not {name}: {reason}" for name, reason in list(fusion.refused.items())[:3])
+        fused = f"{len(fusion.fused)} groups of projections" + (f"; {refused}" if refused else "")
+    return {
+        "captured": f"no: {stats.eager_reason}" if stats.eager_reason else captured,
+        "compiled": compiled,
+        "fused": fused,
+    }
+
+
+def _read_prompts(path: Path) -> list[Prompt]:
+    from liveroll.sampling_config import SamplingConfig
+
+    plain = SamplingConfig(seed=0)
+    file = read_jobs(path, plain)
+    refuse_bad_lines(path, file.bad)
+    for job in file.jobs:
+        if job.sampling != SamplingConfig(seed=job.index):
+            raise PromptError(f"line {job.index + 1} of {path} has settings; parity is measured without any")
+    if not file.jobs:
+        raise PromptError(f"{path} has no prompts")
+    return [job.prompt for job in file.jobs]
+
+
+def _version_of(module: str, missing: str) -> str:
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return f"not installed: {missing}"
+    return str(getattr(found, "__version__", "installed"))
