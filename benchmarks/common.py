@@ -94,9 +94,10 @@ def build(name: str, dtype: torch.dtype, device: str, std: float = 0.02) -> PreT
                 parameter.fill_(1.0 if "norm" in path else 0.0)
         for module in model.modules():
             if hasattr(module, "inv_freq") and hasattr(module, "compute_default_rope_parameters"):
-                inverse, module.attention_scaling = module.compute_default_rope_parameters(module.config, device)
-                module.inv_freq = inverse
-                module.original_inv_freq = inverse
+                parameters = module.compute_default_rope_parameters(module.config, device=device)
+                inverse, module.attention_scaling = parameters
+                module.inv_freq = inverse.to(device)
+                module.original_inv_freq = inverse.to(device)
     if config.tie_word_embeddings:
         model.tie_weights()
     model.generation_config.eos_token_id = None
