@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import runpy
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from liveroll import RolloutConfig as EngineConfig
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
+ROOT = Path(__file__).parents[2]
 ROUNDS = 4
 BUDGET = 8
 
@@ -157,6 +162,12 @@ def swap_the_import(rank, report):
     for name in ("RolloutConfig", "RolloutRequest", "RolloutBatch"):
         known = [field.name for field in dataclasses.fields(getattr(theirs, name))]
         ours[name] = [field.name for field in dataclasses.fields(getattr(adapter, name))][: len(known)] == known
+    divergence = runpy.run_path(str(ROOT / "examples" / "distill.py"))["divergence"]
+    logits, other = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    kept = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    for beta in (0.0, 0.25, 1.0):
+        known = theirs.generalized_jsd_loss(logits, other, kept, beta=beta, temperature=0.7).loss
+        torch.testing.assert_close(divergence(logits, other, kept, beta, temperature=0.7), known)
     rollout = adapter.HybridEngineRollout(engine, Tokenizer(), hybrid_engine_rollout.HybridEngineRolloutConfig(True))
     batch = rollout.generate(theirs.RolloutRequest(ids, mask), theirs.SamplingConfig(8, temperature=0.0))
     mixed = [row[kept.bool()].tolist() for row, kept in zip(*halves(batch), strict=True)]
@@ -176,6 +187,16 @@ def test_a_script_with_the_import_changed():
             assert theirs == mine
             assert all(ours.values()), ours
             assert (mixed, graph) == (mine[0], True)
+
+
+def test_the_page():
+    """Guards against an example that a newcomer copies and that fails."""
+    page = (ROOT / "docs" / "deepspeed.md").read_text("utf-8")
+    code = "\n".join(block.split("```")[0] for block in page.split("```python\n")[1:])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("3 torch.Size([8, ")
 
 
 def share_a_model(rank, report):

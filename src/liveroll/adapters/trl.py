@@ -199,9 +199,11 @@ class _GRPO(_GeneratingTrainer):
     Args:
         positional: as for TRL's.
         importance_sampling: correct for differences between the log-probabilities that tokens were drawn with and
-            those of the training forward, with TRL's settings `vllm_importance_sampling_*`. It costs a forward a rollout.
+            those of the training forward, with TRL's settings `vllm_importance_sampling_*`. It costs a forward.
         named: as for TRL's; and `rollout_config` and `sleep`, as for `RolloutFunction`.
     """
+
+    use_vllm: bool
 
     def __init__(self, *positional: Any, importance_sampling: bool = False, **named: Any) -> None:
         super().__init__(*positional, **named)

@@ -52,8 +52,8 @@ def read_settings(trainer: Any) -> SamplingConfig:
             settings[_RENAMED[name]] = value if isinstance(value, str) else _without_none(value)
         else:
             raise ConfigError(
-                f"{type(trainer.args).__name__}.generation_kwargs holds {name}={value!r}, which the engine does not do; "
-                f"it takes {', '.join((*_SAME, *_RENAMED, 'do_sample'))}"
+                f"{type(trainer.args).__name__}.generation_kwargs holds {name}={value!r}, which the engine does not "
+                f"do; it takes {', '.join((*_SAME, *_RENAMED, 'do_sample'))}"
             )
     if given.get("do_sample") is False:
         settings["temperature"] = 0.0
