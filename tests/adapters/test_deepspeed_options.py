@@ -217,6 +217,22 @@ def test_adaptive_prefill_chooses_by_its_costs(lengths, slots, strategy, forward
     assert dear.rollouts.costs.fixed_ms == 1e6
 
 
+@pytest.mark.parametrize("options", [{"enable_cache_trimming": True}, {"continuous_cache_capacity": 32}, {}])
+def test_what_keeps_adaptive_prefill_from_ordinary_generation(options):
+    """Guards against the two options that fix a continuous cache being overlooked."""
+    rollout = rollout_of(adaptive_prefill=True, enable_profiling=True, **options)
+    rollout.generate(RolloutRequest(IDS, MASK), SamplingConfig(BUDGET, 0.0, continuous_batch_size=8))
+    assert rollout.get_last_profile()["generation_strategy"] == ("bucketed" if options else "batched")
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_capture_is_asked_for(capture):
+    """Guards against steps captured although the script does not ask for it."""
+    rollout = rollout_of(use_graph_capture=capture)
+    rollout.generate(RolloutRequest(IDS, MASK), SamplingConfig(BUDGET, 0.0))
+    assert bool(rollout.rollouts.captures) == capture
+
+
 def test_limits_on_prefill_and_capacity_are_errors():
     """Guards against a limit that is not handed on."""
     request, sampling = RolloutRequest(IDS, MASK), SamplingConfig(BUDGET, 0.0, continuous_batch_size=2)
@@ -261,6 +277,12 @@ def test_options_of_other_objects():
     built = build_rollout(RolloutConfig("hybrid_engine", True), engine, tokenizer())
     assert built.cfg == HybridEngineRolloutConfig(use_graph_capture=True)
     assert (built.engine, built.sync_weights(3)) == (engine, None)
+    cfg = HybridEngineRolloutConfig()
+    rollout = HybridEngineRollout(engine, tokenizer(), cfg)
+    cfg.enable_profiling = "yes"
+    assert rollout.cfg.enable_profiling is False
+    with pytest.raises(ConfigError, match="enable_profiling"):
+        HybridEngineRollout(engine, tokenizer(), cfg)
     changed = SamplingConfig(4)
     changed.max_new_tokens, changed.temperature = 2, 0.0
     assert built.generate(RolloutRequest(IDS, MASK), changed).seq_len == WIDTH + 2

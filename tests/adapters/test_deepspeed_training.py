@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from liveroll import RolloutConfig as EngineConfig
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 4
+ROUNDS = 3
 BUDGET = 8
 
 
@@ -196,7 +197,7 @@ def test_the_page():
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("3 torch.Size([8, ")
+    assert re.fullmatch(r"[1-4] torch\.Size\(\[8, \d\]\)", done.stdout.splitlines()[-1])
 
 
 def share_a_model(rank, report):

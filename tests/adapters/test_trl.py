@@ -143,7 +143,7 @@ def test_conversations(trl, tmp_path):
     """Guards against conversations that are tokenized without the trainer's chat template."""
 
     def rewards(prompts, completions, **_):
-        assert all(prompt[0]["content"] in work.SOLVED for prompt in prompts)
+        assert all(f"{prompt[0]['content']}=" in work.SOLVED for prompt in prompts)
         return [len(completion[0]["content"]) / 24 for completion in completions]
 
     rollouts = RolloutFunction()
@@ -154,6 +154,13 @@ def test_conversations(trl, tmp_path):
     check_run(trainer)
     text = trainer.processing_class.decode(rollouts.last.completions[0].prompt_ids)
     assert text in work.SOLVED
+    other = SimpleNamespace(
+        processing_class=trainer.processing_class,
+        chat_template="{{ messages[0].content }}{{ more }}{% if add_generation_prompt %}={% endif %}",
+        chat_template_kwargs={"more": "+1"},
+    )
+    ids = adapter.tokenize_prompts([[{"role": "user", "content": "2+3"}]], other)
+    assert trainer.processing_class.batch_decode(ids) == ["2+3+1="]
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])

@@ -15,13 +15,14 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 GROUP = 4
 BATCH = 8
 
-# A conversation is a sum and its totals one after another; the tool's result is the next sum to write out.
+# A conversation is a sum and its totals one after another; the tool's result is the next sum to write out. The equals
+# sign is what the assistant's turn begins with.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {{ message.content }}
 {%- for call in message.tool_calls or [] -%}{{ call.function.name }}{{ call.function.arguments | tojson }}{%- endfor -%}
 {%- if message.role == 'assistant' -%}<eos>{%- endif -%}
-{%- if message.role == 'tool' -%}={%- endif -%}
-{%- endfor -%}"""
+{%- endfor -%}
+{%- if add_generation_prompt -%}={%- endif -%}"""
 
 # Every whole answer is a call of the tool.
 RESPONSE_TEMPLATE = {
@@ -57,9 +58,9 @@ def dataset(conversations: bool = False, count: int = 16) -> Any:
     from datasets import Dataset
 
     texts = [problem.prompt for problem in problems(0, count)]
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": text}] if conversations else text} for text in texts]
-    )
+    if not conversations:
+        return Dataset.from_list([{"prompt": text} for text in texts])
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text.removesuffix("=")}]} for text in texts])
 
 
 SOLVED = {problem.prompt: problem for problem in problems(0, 64)}
