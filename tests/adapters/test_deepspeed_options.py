@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -341,3 +342,11 @@ def test_deepspeeds_own_names_without_deepspeed(monkeypatch):
         _ = adapter.ResponseTokenBatch
     with pytest.raises(AttributeError, match="no attribute 'VLLMRollout'"):
         _ = adapter.VLLMRollout
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "trl"])
+def test_importing_an_adapter_does_not_import_the_trainer(name):
+    """Guards against an import that takes seconds, or fails where the trainer is not installed."""
+    program = f"import liveroll.adapters.{name}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"deepspeed", "trl", "datasets"}
