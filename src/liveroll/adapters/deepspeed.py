@@ -27,6 +27,7 @@ from liveroll.adapters.deepspeed_reports import describe_continuous, describe_pr
 from liveroll.adapters.packages import load_package
 from liveroll.config import RolloutConfig as EngineConfig
 from liveroll.config import check_config
+from liveroll.distributed.agreement import least_of
 from liveroll.engine import RolloutEngine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
@@ -131,7 +132,7 @@ class HybridEngineRollout:
             if not isinstance(getattr(request, name, None), Tensor):
                 raise PromptError(f"request.{name} must be a tensor; give a RolloutRequest")
         ids, mask = request.prompt_ids, request.prompt_attention_mask
-        seed = int(torch.randint(2**62, ())) if settings.temperature > 0 else None
+        seed = self._draw_seed() if settings.temperature > 0 else None
         self._provide(settings, len(ids))
         batch = self._rollouts.generate(RolloutRequest(ids, mask), settings.resolve(self._stop_token_ids(), seed))
         slots = self._rollouts.config.max_slots
@@ -176,6 +177,11 @@ class HybridEngineRollout:
             # What the old engine holds goes before the new one takes anything.
             self._rollouts.shutdown()
             self._rollouts = self._make_engine(replace(self._rollouts.config, max_slots=wanted))
+
+    def _draw_seed(self) -> int:
+        """A seed from PyTorch's generator, the same on all ranks that hold shards of the model."""
+        own = int(torch.randint(2**62, ()))
+        return least_of(own, self._tp_group, unwrap(self.engine.module).device)
 
     def _make_engine(self, config: EngineConfig) -> RolloutEngine:
         return RolloutEngine(self.engine.module, config=config, tp_group=self._tp_group)

@@ -94,7 +94,7 @@ class TrainerRollouts:
                 max_slots=args.per_device_train_batch_size * args.steps_per_generation, sample_padded_vocabulary=True
             )
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-            self._model, self._engine = model, RolloutEngine(model, tokenizer, config)
+            self._model, self._engine = model, RolloutEngine(trainer.model, tokenizer, config)
         return self._engine
 
 
