@@ -30,7 +30,7 @@ def load(student: str | None, teacher: str | None, device: str):
         with torch.no_grad():  # forget a little, for something to learn
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.5 * float(parameter.std()))
-        return model, taught, tokenizer
+        return model.to(device), taught.to(device), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     models = [AutoModelForCausalLM.from_pretrained(path, device_map=device) for path in (student, teacher)]

@@ -27,7 +27,8 @@ CLIP = 0.2
 
 def load(path: str | None, device: str):
     if path is None:
-        return load_embedded()
+        model, tokenizer = load_embedded()
+        return model.to(device), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(path, device_map=device), AutoTokenizer.from_pretrained(path)
