@@ -32,6 +32,7 @@ PUBLIC = {
     "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
+    "RankError",
     "ResolvedSampling",
     "RolloutBatch",
     "RolloutConfig",
