@@ -59,9 +59,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._reports = [context.Queue() for _ in range(world)]
         self._processes = [
-            context.Process(
-                target=_run, args=(work, rank, world, port, self._reports[rank], *arguments), daemon=True
-            )
+            context.Process(target=_run, args=(work, rank, world, port, self._reports[rank], *arguments), daemon=True)
             for rank in range(world)
         ]
 

@@ -6,6 +6,7 @@ another rank failed or does not come.
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from types import TracebackType
@@ -18,8 +19,8 @@ from torch.distributed import ProcessGroup
 from liveroll.distributed.agreement import name_ranks
 from liveroll.errors import ConfigError, RankError
 
-BEAT_SECONDS = 2.0
-"""Between signs of life of a rank that runs."""
+_BEAT = 2.0
+"""Seconds between signs of life of a rank that runs, at most."""
 
 _PAUSES = (5e-4, 0.5)
 """Seconds between two looks of a rank that waits, at least and at most; in between a twentieth of what it waited."""
@@ -55,6 +56,7 @@ class Control:
         self.rank, self.ranks = group.rank(), group.size()
         self._patience = patience
         self._number = _calls[group] = _calls.get(group, 0) + 1
+        self._pace = min(_BEAT, patience / 4)
         self._last_beat = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -63,10 +65,14 @@ class Control:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            # A store that is gone must not hide what happened, and of several failures the first is told.
-            with suppress(dist.DistError):
-                self._store.compare_set(self._key("failed"), "", f"{self.rank} {type(error).__name__}: {error}")
+        if error is None:
+            return
+        if not isinstance(error, RankError):
+            told = f"rank {self.rank} of the group failed, and so does the call: {type(error).__name__}: {error}"
+            error = RankError(told, (self.rank,))
+        # A store that is gone must not hide what happened, and of several failures the first is told.
+        with suppress(dist.DistError):
+            self._store.compare_set(self._key("failed"), "", json.dumps([str(error), error.ranks]))
 
     def meet(self, place: str) -> None:
         """Wait until every rank is here.
@@ -108,15 +114,15 @@ class Control:
         Raises:
             RankError: a rank failed.
         """
-        if time.monotonic() - self._last_beat >= BEAT_SECONDS:
+        if time.monotonic() - self._last_beat >= self._pace:
             self._raise_failure()
             self._store.add(self._key("beats"), 1)
             self._last_beat = time.monotonic()
 
     def _raise_failure(self) -> None:
         if self._store.check([self._key("failed")]):
-            rank, message = self._store.get(self._key("failed")).decode().split(" ", 1)
-            raise RankError(f"rank {rank} of the group failed, and so does the call: {message}", (int(rank),))
+            message, ranks = json.loads(self._store.get(self._key("failed")))
+            raise RankError(message, tuple(ranks))
 
     def _raise_missing(self, place: str) -> None:
         here = f"{self._number} {place}"
