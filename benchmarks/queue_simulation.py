@@ -3,8 +3,8 @@
 The queue's own code (`scheduling.shares.deal`) deals the rows; ranks are simulated from one end of a row to the next,
 by the scheduler's rule for refills. A decode step takes what was measured for the 3B geometry on an H200, by rows.
 Lengths are lognormal; parts of the spread are common to the samples of a prompt and, in the second of two cases, to the
-prompts of a rank. A rank takes a chunk from a store that serves one rank after the other. Prints and keeps one JSON, and
-draws a chart in docs/.
+prompts of a rank. A rank takes a chunk from a store that serves one rank after the other. Prints and keeps one JSON,
+and draws a chart in docs/.
 
     python benchmarks/queue_simulation.py            # some minutes on one core
     python benchmarks/queue_simulation.py --small    # up to 64 ranks

@@ -371,6 +371,25 @@ def test_a_rank_that_does_not_come(crew):
     assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
 
 
+def keys_after(rank: int, calls: int) -> int:
+    """How much the store holds after so many calls, counted by one rank while the others wait."""
+    for call in range(calls):
+        if call % 2:
+            attempt(rank, share, [[[500]], [], [], []], GREEDY, {}, {})
+        else:
+            share(rank, ROWS, GREEDY, {}, {})
+    dist.barrier()
+    count = dist.group.WORLD.get_group_store().num_keys() if rank == 0 else 0
+    dist.barrier()
+    return count
+
+
+def test_the_store_does_not_fill_up(crew):
+    """Guards against what is left of each call, of those that failed too, for as long as a job runs."""
+    few, many = crew.run(keys_after, 3)[0], crew.run(keys_after, 6)[0]
+    assert many <= few + 7, "more is kept than of one call"
+
+
 def disagree(rank: int, odd: int, what: str) -> None:
     config: dict[str, Any] = {"max_slots": SLOTS}
     sampling, call, changes = GREEDY, {}, {}

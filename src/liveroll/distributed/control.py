@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -25,7 +26,16 @@ _BEAT = 2.0
 _PAUSES = (5e-4, 0.5)
 """Seconds between two looks of a rank that waits, at least and at most; in between a twentieth of what it waited."""
 
-_calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+@dataclass
+class _Calls:
+    """Calls of a group so far: how many, and how many of them the store holds nothing of any more."""
+
+    made: int = 0
+    forgotten: int = 0
+
+
+_calls: WeakKeyDictionary[ProcessGroup, _Calls] = WeakKeyDictionary()
 
 
 def check_group(group: Any) -> ProcessGroup | None:
@@ -55,7 +65,9 @@ class Control:
         self._store = group.get_group_store()
         self.rank, self.ranks = group.rank(), group.size()
         self._patience = patience
-        self._number = _calls[group] = _calls.get(group, 0) + 1
+        self._calls = _calls.setdefault(group, _Calls())
+        self._calls.made += 1
+        self._number = self._calls.made
         self._pace = min(_BEAT, patience / 4)
         self._last_beat = time.monotonic()
 
@@ -80,7 +92,6 @@ class Control:
         Raises:
             RankError: a rank failed, or does not come.
         """
-        self._raise_failure()
         self._store.set(f"liveroll/rank {self.rank}", f"{self._number} {place}")
         if self._store.add(self._key(place), 1) == self.ranks:
             self._store.set(self._key(place, "open"), "")
@@ -97,7 +108,7 @@ class Control:
                     self._raise_missing(place)
             time.sleep(min(max((now - started) / 20, _PAUSES[0]), _PAUSES[1]))
         if self.rank == 0 and place == "start":
-            self._forget(self._number - 1)
+            self._forget()
 
     def take_number(self) -> int:
         """The next number of the call, counted from 0, that no other rank was given.
@@ -136,12 +147,14 @@ class Control:
             f"{name_ranks(missing)} {what} within {self._patience:g} s (RolloutConfig.rank_timeout)", tuple(missing)
         )
 
-    def _forget(self, number: int) -> None:
-        """Drop what is known of a call that every rank has left."""
-        for names in (("failed",), ("start",), ("start", "open"), ("end",), ("end", "open"), ("numbers",), ("beats",)):
-            # Not every store can: those in files keep all they were told.
-            with suppress(dist.DistError, RuntimeError, NotImplementedError):
-                self._store.delete_key(f"liveroll/{number}/{'/'.join(names)}")
+    def _forget(self) -> None:
+        """Drop what the store holds of earlier calls, which every rank has left."""
+        for number in range(self._calls.forgotten + 1, self._number):
+            for name in ("failed", "start", "start/open", "end", "end/open", "numbers", "beats"):
+                # Not every store can: those in files keep all they were told.
+                with suppress(RuntimeError, NotImplementedError):
+                    self._store.delete_key(f"liveroll/{number}/{name}")
+            self._calls.forgotten = number
 
     def _key(self, *names: str) -> str:
         return f"liveroll/{self._number}/{'/'.join(names)}"
