@@ -338,15 +338,20 @@ def test_a_rank_that_is_slow(crew):
     assert [error[0] for error, _ in reports] == ["none"] * WORLD
 
 
-def test_a_prompt_that_one_rank_refuses(crew):
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [([2, 500], "prompt 1 holds token id 500, outside the vocabulary of 97"), ([3] * 600, "prompt 1 has 600 tokens")],
+)
+def test_a_prompt_that_one_rank_refuses(crew, prompt, complaint):
     """Guards against ranks that wait for the prompts of one that has raised, and errors told of another's prompt."""
-    reports = crew.run(attempt, share, [[[1]], [[1], [2, 500]], [[3]], []], GREEDY, {}, {})
-    complaint = "prompt 1 holds token id 500, outside the vocabulary of 97"
-    assert reports[1] == ("PromptError", complaint, None)
+    reports = crew.run(attempt, share, [[[1]], [[1], prompt], [[3]], []], GREEDY, {}, {})
+    kind, message, ranks = reports[1]
+    assert (kind, ranks) == ("PromptError", None)
+    assert message.startswith(complaint)
     for rank in (0, 2, 3):
-        kind, message, ranks = reports[rank]
+        kind, told, ranks = reports[rank]
         assert (kind, ranks) == ("RankError", (1,))
-        assert message.endswith(f"PromptError: {complaint}")
+        assert told == f"rank 1 of the group failed, and so does the call: PromptError: {message}"
 
 
 def come_late(rank: int, late: int) -> Any:

@@ -14,6 +14,8 @@ from liveroll.distributed.control import check_group
 def test_subjects_are_compared_among_those_that_have_them() -> None:
     """Guards against ranks without prompts that must have settings, and disagreements that go unnoticed."""
     check_agreement([{"a": "1"}, {}, {"a": "1", "b": "2"}])
+    with pytest.raises(RankError, match=r"disagree about a: ranks 0 and 2 have 1, rank 1 has 2$"):
+        check_agreement([{"a": "1"}, {"a": "2"}, {"a": "1"}])
     with pytest.raises(RankError) as caught:
         check_agreement([{}, {"a": "1", "b": "2"}, {"a": "1"}, {"b": "3"}, {"b": "4"}, {"b": "3"}])
     expected = "the ranks of the group disagree about b: rank 1 has 2, ranks 3 and 5 have 3, rank 4 has 4"

@@ -25,11 +25,7 @@ class SharedQueue:
         self._chunks = deal.chunks
 
     def __call__(self) -> Sequence[Request]:
-        """The next requests to run; none when there are no more.
-
-        Raises:
-            RankError: a rank failed.
-        """
+        """The next requests to run; none when there are no more."""
         if self._hand:
             hand, self._hand = self._hand, ()
             return hand
