@@ -37,6 +37,7 @@ SECTIONS = {
             "CaptureError",
             "CompileError",
             "FusionError",
+            "RankError",
             "EngineStateError",
         ),
     ),

@@ -1,4 +1,4 @@
-"""Two processes that hold a model between them, and what they report."""
+"""Processes that hold a model between them, or each a copy, and what they report."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def sharded(rank: int) -> nn.Module:
 class Ranks:
     """Processes of a gloo group, each of which runs `work(rank, report)`; what hangs is killed at the end."""
 
-    def __init__(self, work: Callable[[int, Callable[[Any], None]], None]) -> None:
+    def __init__(self, work: Callable[..., None], world: int = WORLD, *arguments: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        self._reports = [context.Queue() for _ in range(WORLD)]
+        self._reports = [context.Queue() for _ in range(world)]
         self._processes = [
-            context.Process(target=_run, args=(work, rank, port, self._reports[rank]), daemon=True)
-            for rank in range(WORLD)
+            context.Process(target=_run, args=(work, rank, world, port, self._reports[rank], *arguments), daemon=True)
+            for rank in range(world)
         ]
 
     def __enter__(self) -> Ranks:
@@ -89,17 +89,45 @@ class Ranks:
         return self._processes[rank].exitcode == 0
 
 
-def _run(work: Callable[..., None], rank: int, port: int, reports: Any) -> None:
+class Crew:
+    """Ranks that stay, so that many checks cost one start: each task is run by all of them at the same time."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._tasks = [multiprocessing.get_context("spawn").SimpleQueue() for _ in range(world)]
+        self._ranks = Ranks(_serve, world, self._tasks)
+
+    def __enter__(self) -> Crew:
+        self._ranks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ranks.__exit__(*error)
+
+    def run(self, task: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> list[Any]:
+        """What `task(rank, *arguments)` returns on each rank; what it raises is raised here."""
+        for tasks in self._tasks:
+            tasks.put((task, arguments))
+        return [self._ranks.report(rank, patience) for rank in range(self._world)]
+
+
+def _serve(rank: int, report: Callable[[Any], None], tasks: Any) -> None:
+    while True:
+        task, arguments = tasks[rank].get()
+        report(task(rank, *arguments))
+
+
+def _run(work: Callable[..., None], rank: int, world: int, port: int, reports: Any, *arguments: Any) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
-            world_size=WORLD,
+            world_size=world,
             timeout=timedelta(seconds=2 * PATIENCE),
         )
-        work(rank, lambda value: reports.put((None, value)))
+        work(rank, lambda value: reports.put((None, value)), *arguments)
     except BaseException:
         reports.put((traceback.format_exc(), None))
         raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LogitsError,
         PrefillLimitError,
         PromptError,
+        RankError,
         UnsupportedGenerationError,
         UnsupportedModelError,
     )
@@ -68,6 +69,7 @@ _HOMES = {
     "LogitsError": "errors",
     "PrefillLimitError": "errors",
     "PromptError": "errors",
+    "RankError": "errors",
     "UnsupportedGenerationError": "errors",
     "UnsupportedModelError": "errors",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
+    "RankError",
     "ResolvedSampling",
     "RolloutBatch",
     "RolloutConfig",

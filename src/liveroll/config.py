@@ -20,6 +20,7 @@ from liveroll.planning.costs import CostModel
 Route = Literal["packed", "bucketed", "equal_width", "per_prompt", "ordinary"]
 PrefillRoute = Literal[Route, "auto"]
 Fallback = Literal["error", "generate"]
+Balance = Literal["queue", "static"]
 
 
 @naming_unknown_options
@@ -71,6 +72,11 @@ class RolloutConfig:
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
         seed: the engine's seed, used by calls whose `SamplingConfig.seed` is None. Such calls differ from one
             another, and the sequence of calls repeats with the engine's seed.
+        balance: how the ranks of a group divide a call's work. `queue`: each takes more when it has slots free, so that
+            none waits for another's long responses; `static`: each runs its own prompts.
+        rank_timeout: seconds without a sign of life after which a rank that others of its group wait for counts as
+            lost. It must be longer than what ranks come to a call apart from each other, and than the capture or
+            compilation of a step.
         sample_padded_vocabulary: whether ids that the engine's tokenizer does not know may be sampled. Models often
             have more rows in their embedding than their tokenizer has tokens, and `model.generate` may choose one.
         progress: show a progress bar of finished completions.
@@ -100,6 +106,8 @@ class RolloutConfig:
     max_captures: int | None = None
     run_ahead: int | None = None
     seed: int = 0
+    balance: Balance = "queue"
+    rank_timeout: float = 600.0
     sample_padded_vocabulary: bool = False
     progress: bool = False
     profile: bool = False
@@ -129,6 +137,8 @@ class RolloutConfig:
         check_whole(self, "max_captures", low=1, optional=True)
         check_whole(self, "run_ahead", low=0, optional=True)
         check_whole(self, "seed", low=0)
+        check_choice(self, "balance", get_args(Balance))
+        check_number(self, "rank_timeout", low=0.0, low_open=True)
         check_flag(self, "sample_padded_vocabulary")
         check_flag(self, "progress")
         check_flag(self, "profile")

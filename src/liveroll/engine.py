@@ -15,6 +15,8 @@ from liveroll.completion import Completion
 from liveroll.config import RolloutConfig, check_config
 from liveroll.cutoff import Cutoff, Limits
 from liveroll.decode.decoder import Decoder
+from liveroll.distributed.control import Control, check_group
+from liveroll.distributed.rollout import Gather, GroupRollout, check_gather
 from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.intake import Intake, Sampling
@@ -77,6 +79,9 @@ class RolloutEngine:
         self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
         self._decoder = Decoder(self._model, self.config, tp_group)
         self._loop = RolloutLoop(self._model, self.config, self._guard, self._decoder, self._router)
+        self._group_rollout = GroupRollout(
+            self._model, self.config, self.tokenizer, self._intake, self._loop, self._decoder
+        )
         self._occupancy = Occupancy()
 
     def generate(
@@ -88,8 +93,13 @@ class RolloutEngine:
         response_prefix: ResponsePrefix | None = None,
         max_seconds: float | None = None,
         max_total_tokens: int | None = None,
+        group: ProcessGroup | None = None,
+        gather: Gather = "own",
     ) -> RolloutBatch:
         """Generate for prompts and return all completions.
+
+        With a group, every rank of it calls this with prompts of its own, and gets the completions of these. They are
+        those that one rank would return, given the prompts of all ranks in the order of the ranks.
 
         Args:
             prompts: token-id lists, strings, chat message lists, or a left-padded `RolloutRequest`; may be left out
@@ -104,8 +114,12 @@ class RolloutEngine:
             max_seconds: wall time of the call. After the step in which it is over, completions that have not
                 ended are returned as they are, those never begun empty, with finish reason `aborted`.
             max_total_tokens: tokens sampled in the call, over all rows; likewise. The last step is taken in whole.
+            group: ranks that hold the same model and share the work, as `RolloutConfig.balance` says. Some of them may
+                have no prompts. A call over more than one rank takes no limits, and cannot be aborted.
+            gather: `own` returns the completions of this rank's prompts; `all` those of all ranks, to each.
 
         Raises:
+            RankError: ranks of the group disagree about the model or the settings, or another one failed.
             ConfigError: settings that exclude one another, or that transformers refuses.
             PromptError: a prompt that cannot be generated from, or a completion that cannot be continued.
             UnsupportedGenerationError: settings that the engine does not do exactly.
@@ -117,10 +131,13 @@ class RolloutEngine:
             EngineStateError: a stream of this engine is still open.
         """
         limits = self._limits(max_seconds, max_total_tokens)
+        check_gather(gather)
+        if (ranks := check_group(group)) is not None:
+            return self._generate_together(ranks, gather, prompts, sampling, continue_from, response_prefix, limits)
         with self._occupancy.claim() as claim:
             self._settle_costs()
-            timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
-            stats = StatsRecorder(timeline, self.config.max_slots)
+            stats = self._record()
+            timeline = stats.timeline
             given = self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
             try:
                 if self._refusal is not None:
@@ -209,12 +226,13 @@ class RolloutEngine:
             How many of them had not ended.
 
         Raises:
-            EngineStateError: no call is running, or one that `model.generate` does as the fallback.
+            EngineStateError: no call is running, or one over a group, or one that `model.generate` does as the
+                fallback.
             PromptError: the call has no such prompt or sample.
         """
         cutoff = self._occupancy.cutoff
         if cutoff is None:
-            raise EngineStateError("there is nothing to abort: no call is running")
+            raise EngineStateError("there is nothing to abort: no call is running, or one over a group")
         return cutoff.abort(prompt_index, sample_index)
 
     def plan(self, prompts: Prompts, sampling: Sampling | None = None) -> RoutePlan:
@@ -328,6 +346,40 @@ class RolloutEngine:
         self._occupancy.end()
         self.shutdown()
 
+    def _generate_together(
+        self,
+        group: ProcessGroup,
+        gather: Gather,
+        prompts: Prompts | None,
+        sampling: Sampling | None,
+        continue_from: ContinueFrom | None,
+        response_prefix: ResponsePrefix | None,
+        limits: Limits,
+    ) -> RolloutBatch:
+        with Control(group, self.config.rank_timeout) as control, self._occupancy.claim():
+            if self._tp_group is not None:
+                raise ConfigError("an engine with a tp_group cannot generate with a group")
+            if limits != Limits():
+                raise ConfigError(
+                    "max_seconds and max_total_tokens limit what one rank runs; leave them out with a group"
+                )
+            try:
+                if self._refusal is not None:
+                    raise self._refusal
+                self._settle_costs()
+                stats = self._record()
+                given = self._intake.read(
+                    prompts, sampling, continue_from=continue_from, response_prefix=response_prefix, may_be_empty=True
+                )
+                return self._group_rollout.run(group, control, given, sampling, gather, stats)
+            except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
+                self._allow_fallback(refusal, plain=False)
+                raise
+
+    def _record(self) -> StatsRecorder:
+        timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
+        return StatsRecorder(timeline, self.config.max_slots)
+
     def _stream(self, call: Call, limits: Limits) -> Iterator[Completion]:
         with self._occupancy.claim() as claim:
             claim.cutoff = Cutoff(call.requests, limits)
@@ -361,5 +413,5 @@ class RolloutEngine:
         if not plain:
             raise type(refusal)(
                 f"{refusal}; and the fallback, model.generate, knows neither response_prefix nor continue_from nor "
-                "limits of a call"
+                "limits of a call nor groups"
             ) from refusal

@@ -1,5 +1,7 @@
 """Every exception liveroll raises on purpose, each saying what was wrong and what to do."""
 
+from __future__ import annotations
+
 
 class LiverollError(Exception):
     """Base of all errors raised by liveroll."""
@@ -61,3 +63,18 @@ class KVMemoryError(LiverollError):
 
 class EngineStateError(LiverollError, RuntimeError):
     """The engine was used while a stream was open, or was re-entered."""
+
+
+class RankError(LiverollError, RuntimeError):
+    """A call over the ranks of a group cannot go on: they disagree, or one of them failed or did not come.
+
+    Attributes:
+        ranks: the ranks of the group that failed, are missing, or have something else than the first one.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)

@@ -12,7 +12,7 @@ from liveroll.call import Call, make_call, spread_sampling
 from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError
 from liveroll.model.resolver import SettingsResolver
-from liveroll.prompts import PromptBatch, Prompts, padding_token, read_prompts
+from liveroll.prompts import PromptBatch, Prompts, is_empty, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
 from liveroll.starts import ContinueFrom, ResponsePrefix, Start, join, read_completions, read_prefixes
 from liveroll.streams import call_seed
@@ -41,6 +41,15 @@ class Given:
         return not any(start.continued or start.prefix for start in self.starts)
 
 
+def join_given(parts: Sequence[Given], pad_token_id: int) -> Given:
+    """What several were given as if one had been given all of it, in this order."""
+    return Given(
+        join([part.prompts for part in parts if part.prompts.prompts], pad_token_id),
+        tuple(settings for part in parts for settings in part.sampling),
+        tuple(start for part in parts for start in part.starts),
+    )
+
+
 class Intake:
     """Makes calls of what an engine is given.
 
@@ -58,7 +67,13 @@ class Intake:
         self._max_tokens = max_tokens
         self._resolver = SettingsResolver(model)
         self.vocabulary = Vocabulary(model, tokenizer, padded=config.sample_padded_vocabulary)
-        self._calls = 0
+        self.calls = 0
+        """Calls made so far, which the seeds of the next ones depend on."""
+
+    @property
+    def padding_token(self) -> int:
+        """Fills padded batches."""
+        return padding_token(self._model, self._tokenizer)
 
     def read(
         self,
@@ -67,16 +82,22 @@ class Intake:
         *,
         continue_from: ContinueFrom | None = None,
         response_prefix: ResponsePrefix | None = None,
+        may_be_empty: bool = False,
     ) -> Given:
-        """Token ids of the prompts, the settings of each, and what there is of their responses."""
-        pad = padding_token(self._model, self._tokenizer)
+        """Token ids of the prompts, the settings of each, and what there is of their responses.
+
+        Unless it `may_be_empty`, there must be some.
+        """
+        pad = self.padding_token
         vocab_size = self.vocabulary.size
         batches: list[PromptBatch] = []
         starts: tuple[Start, ...] = ()
         if continue_from is not None:
             continued, starts = read_completions(continue_from, pad_token_id=pad, vocab_size=vocab_size)
             batches += [] if continued is None else [continued]
-        if prompts is not None or not batches:
+        if may_be_empty and is_empty(prompts):
+            prompts = None
+        if prompts is not None or not (batches or may_be_empty):
             new = read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size)
             batches.append(new)
             starts += read_prefixes(response_prefix, len(new.prompts), self._tokenizer, vocab_size)
@@ -86,16 +107,22 @@ class Intake:
         settings = spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
         return Given(batch, tuple(settings), starts)
 
-    def open(self, given: Given) -> Call:
-        """A call with resolved settings, its lengths checked. A call that is refused uses no seed up."""
+    def open(self, given: Given, before: int | None = None) -> Call:
+        """A call with resolved settings, its lengths checked. A call that is refused uses no seed up.
+
+        Args:
+            given: what it was given.
+            before: calls that count as made before it, if not those of this engine.
+        """
+        if before is not None:
+            self.calls = before
         call = self.draft(given)
-        self._calls += 1
+        self.calls += 1
         return call
 
     def draft(self, given: Given) -> Call:
         """The call that `open` would make. It uses no seed up, so it is not to be run."""
-        pad = padding_token(self._model, self._tokenizer)
-        resolved = self._resolver.resolve(given.sampling, given.prompts, pad)
+        resolved = self._resolver.resolve(given.sampling, given.prompts, self.padding_token)
         self.vocabulary.check(resolved)
         return make_call(
             given.prompts,
@@ -104,12 +131,12 @@ class Intake:
             config=self._config,
             max_tokens=self._max_tokens,
             max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
-            seed=call_seed(self._config.seed, self._calls + 1),
+            seed=call_seed(self._config.seed, self.calls + 1),
             tokenizer=self._tokenizer,
             sampled_size=self.vocabulary.sampled_size,
         )
 
     def next_seed(self) -> int:
         """A seed for a call that is handed on without being opened."""
-        self._calls += 1
-        return call_seed(self._config.seed, self._calls)
+        self.calls += 1
+        return call_seed(self._config.seed, self.calls)

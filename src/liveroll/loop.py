@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from liveroll.planning.routes import RoutePlan
 from liveroll.routing import Router
 from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
+from liveroll.scheduling.shares import Source
 from liveroll.stage import Stage
 from liveroll.stats import StatsRecorder
 
@@ -48,7 +50,9 @@ class RolloutLoop:
         """The routes that a call could take."""
         return self._stage.plan(call)
 
-    def run(self, call: Call, ordinary: bool, cutoff: Cutoff, stats: StatsRecorder) -> Iterator[list[Request]]:
+    def run(
+        self, call: Call, ordinary: bool, cutoff: Cutoff, stats: StatsRecorder, source: Source | None = None
+    ) -> Iterator[list[Request]]:
         """Run a call: first the requests that had nothing to do, then after each step those that it finished.
 
         Args:
@@ -56,15 +60,17 @@ class RolloutLoop:
             ordinary: whether it takes the ordinary route.
             cutoff: what ends its rows before their time.
             stats: takes note of what is done.
+            source: gives the requests of the call that are run here, where others run the rest.
         """
         yield [request for request in call.requests if request.finish_reason is not None]
         if not call.unfinished:
             return
         if ordinary:
             slots = self._config.max_slots
-            yield from run_ordinary(self._model, call, slots, cutoff, stats.timeline, stats.record_chunk)
+            for part in [call] if source is None else _parts(call, source):
+                yield from run_ordinary(self._model, part, slots, cutoff, stats.timeline, stats.record_chunk)
             return
-        scheduler, runner = self._stage.set_up(call, stats)
+        scheduler, runner = self._stage.set_up(call, source, stats)
         stats.timeline.enter("scheduling")
         while (plan := scheduler.plan()) is not None:
             waiting = isinstance(plan, Wait)
@@ -86,3 +92,9 @@ class RolloutLoop:
             else:
                 with self._guard.our_attention():
                     yield
+
+
+def _parts(call: Call, source: Source) -> Iterator[Call]:
+    """The requests that a source gives, a call of their own each time."""
+    while requests := source():
+        yield replace(call, requests=tuple(requests))

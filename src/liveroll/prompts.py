@@ -99,6 +99,13 @@ def read_prompts(prompts: Prompts | None, *, tokenizer: Any, pad_token_id: int, 
     return batch
 
 
+def is_empty(prompts: Prompts | None) -> bool:
+    """Whether there are no prompts, in a form in which there might be some."""
+    if isinstance(prompts, RolloutRequest):
+        return isinstance(prompts.prompt_ids, Tensor) and len(prompts.prompt_ids) == 0
+    return prompts is None or (isinstance(prompts, Sequence) and not isinstance(prompts, str) and not prompts)
+
+
 def _describe_stranger(batch: PromptBatch, vocab_size: int) -> str:
     """Where the first token id outside the vocabulary stands."""
     for index, (prompt, padding) in enumerate(zip(batch.prompts, batch.padding_ids, strict=True)):
@@ -175,7 +182,7 @@ def pad_prompts(
     prompts: Sequence[np.ndarray], pad_token_id: int, padding_ids: Sequence[tuple[int, ...]] | None = None
 ) -> PromptBatch:
     """Prompts left-padded to the longest; `padding_ids` where they stood at masked positions of another batch."""
-    width = max(len(prompt) for prompt in prompts)
+    width = max(map(len, prompts), default=0)
     ids = np.full((len(prompts), width), pad_token_id, np.int64)
     mask = np.zeros_like(ids)
     for row, prompt in enumerate(prompts):

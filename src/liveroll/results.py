@@ -66,8 +66,8 @@ def make_batch(
     `finish` gives the statistics. It is called last, since making the batch is part of what they time.
     """
     responses = [request.response for request in requests]
-    start, width = prompts.width, max(map(len, responses))
-    source = np.array([request.prompt_index for request in requests])
+    start, width = prompts.width, max(map(len, responses), default=0)
+    source = np.array([request.prompt_index for request in requests], np.int64)
     grids = np.zeros((3, len(requests), start + width), np.int64)
     ids, mask, sampled = grids
     ids[:, :start], mask[:, :start] = prompts.input_ids.numpy()[source], prompts.attention_mask.numpy()[source]

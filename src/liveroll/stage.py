@@ -24,6 +24,7 @@ from liveroll.routing import Router
 from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.scheduler import Scheduler
+from liveroll.scheduling.shares import Source
 from liveroll.stats import StatsRecorder
 
 
@@ -50,8 +51,10 @@ class Stage:
         self._probed: tuple[tuple[object, ...], ModelShape, torch.dtype] | None = None
         self._geometry: ModelGeometry | None = None
 
-    def set_up(self, call: Call, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
+    def set_up(self, call: Call, source: Source | None, stats: StatsRecorder) -> tuple[Scheduler, StepRunner]:
         """A scheduler and a runner for the unfinished requests of a call, of which there are some.
+
+        They come from `source`, where there is one.
 
         Raises:
             UnsupportedModelError: the model's layers do not work the way the engine needs.
@@ -83,6 +86,7 @@ class Stage:
             page_size=storage.page_size,
             search_stop=call.search_stop,
             wanted=wanted,
+            source=source,
         )
         ahead = self._config.run_ahead
         if ahead is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
@@ -31,6 +33,7 @@ class StatsRecorder:
         self._sources: tuple[Scheduler, PageAllocator, StepRunner, Decoder] | None = None
         self._before = (Counter[str](), Counter[str]())
         self._chunks: list[OrdinaryCounts] = []
+        self._waited = 0.0
 
     def watch(self, scheduler: Scheduler, allocator: PageAllocator, runner: StepRunner, decoder: Decoder) -> None:
         """Read the counts of these when the call ends."""
@@ -45,8 +48,15 @@ class StatsRecorder:
         """Note that the whole call went to `model.generate`, and why."""
         self._fallback_reason = reason
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside the block as spent waiting for other ranks."""
+        started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - started
+
     def finish(self, prompts: int, requests: Sequence[Request], kv_bytes: int) -> RolloutStats:
-        """The statistics of the call, which ends now."""
+        """The statistics of the call, which ends now; `requests` are those that were run here."""
         routes: dict[str, int] = {"ordinary": len(self._chunks)} if self._chunks else {}
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
@@ -91,6 +101,7 @@ class StatsRecorder:
             prefill_eager_reason=prefill_eager_reason,
             uncompiled_reason=uncompiled_reason,
             seconds=seconds,
+            waited_seconds=self._waited,
             profile=self._profile(forwards, steps, new_tokens, new_tokens - first_tokens),
         )
 

@@ -78,7 +78,7 @@ class ResolvedSampling:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """What a call did.
+    """What a call did; of a call over a group, what this rank did.
 
     Attributes:
         route: the prefill route taken, with `auto` by the first admission; `generate` where the call was handed to
@@ -104,6 +104,7 @@ class RolloutStats:
         prefill_eager_reason: why packed prefills were not captured, whatever their length, or None.
         uncompiled_reason: why steps or captured prefills were not compiled although they should be, or None.
         seconds: wall time of the call.
+        waited_seconds: those of them in which this rank had nothing left to run and others of its group had.
         profile: where the time went; None unless `RolloutConfig.profile` is set.
     """
 
@@ -129,6 +130,7 @@ class RolloutStats:
     fallback_reason: str | None = None
     prefill_routes: dict[str, int] = field(default_factory=dict, hash=False)
     profile: RolloutProfile | None = None
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

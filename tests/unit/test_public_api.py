@@ -32,6 +32,7 @@ PUBLIC = {
     "ModelGeometry",
     "PrefillLimitError",
     "PromptError",
+    "RankError",
     "ResolvedSampling",
     "RolloutBatch",
     "RolloutConfig",
@@ -109,7 +110,10 @@ def python_blocks(page: str) -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("getting-started", "partial-rollouts", "routes", "sampling"))]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("getting-started", "partial-rollouts", "ranks", "routes", "sampling")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

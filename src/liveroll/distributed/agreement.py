@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import distributed as dist
+
+from liveroll.errors import RankError
+
+_MOST_NAMED = 8
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -26,6 +32,38 @@ def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device)
         device: where the group's backend reduces.
     """
     return _reduce(number, dist.ReduceOp.MIN, group, device)
+
+
+def check_agreement(subjects: Sequence[Mapping[str, str]]) -> None:
+    """Hold the ranks to one value of every subject. Each of them knows all values, so all raise the same error.
+
+    Args:
+        subjects: of each rank, the value of each subject that it has a say in.
+
+    Raises:
+        RankError: ranks disagree, naming the subject, the values and the ranks.
+    """
+    for subject in dict.fromkeys(name for own in subjects for name in own):
+        values: dict[str, list[int]] = {}
+        for rank, own in enumerate(subjects):
+            if subject in own:
+                values.setdefault(own[subject], []).append(rank)
+        if len(values) > 1:
+            described = ", ".join(
+                f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in values.items()
+            )
+            others = [rank for ranks in list(values.values())[1:] for rank in ranks]
+            raise RankError(f"the ranks of the group disagree about {subject}: {described}", tuple(sorted(others)))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers, the first few of them if they are many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = [str(rank) for rank in ranks[:_MOST_NAMED]]
+    rest = len(ranks) - len(named)
+    last = f"{rest} others" if rest else named.pop()
+    return f"ranks {', '.join(named)} and {last}"
 
 
 def _reduce(

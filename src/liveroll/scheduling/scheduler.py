@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,6 +14,7 @@ from liveroll.scheduling.details import NOTHING, Wanted
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request, logits_complaint
+from liveroll.scheduling.shares import Source
 from liveroll.scheduling.sharing import Grant, SharedPrompts
 from liveroll.scheduling.transcript import Transcript
 
@@ -27,6 +29,11 @@ A sample whose prompt has been run needs no prefill, and waits for no other.
 
 StopSearch = Callable[[Request, np.ndarray], str | None]
 """Given a request and its response tokens, the stop string that the last of them completes, if any."""
+
+
+def refill_of(slots: int) -> int:
+    """Free slots, of so many, at which a scheduler asks its source for more requests."""
+    return math.ceil(REFILL_SHARE * slots)
 
 
 def order_of_admission(requests: Sequence[Request]) -> list[Request]:
@@ -50,7 +57,8 @@ class Scheduler:
     prefilled over them again later.
 
     Args:
-        requests: all of them.
+        requests: all that it may come to run.
+        source: where they come from, a few at a time; None where all of them wait from the beginning.
         slots: rows of the running batch.
         allocator: the pages of the KV storage.
         page_size: tokens in a page.
@@ -67,9 +75,12 @@ class Scheduler:
         page_size: int,
         search_stop: StopSearch | None = None,
         wanted: Wanted = NOTHING,
+        source: Source | None = None,
     ) -> None:
-        self._sharing = SharedPrompts(requests, allocator, page_size)
-        self._waiting = deque(order_of_admission(requests))
+        waiting = [] if source is not None else order_of_admission(requests)
+        self._source = source
+        self._sharing = SharedPrompts(waiting, allocator, page_size)
+        self._waiting = deque(waiting)
         self._allocator = allocator
         self._page_size = page_size
         self._search_stop = search_stop
@@ -107,6 +118,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | Wait | None:
         """Decide the next step; None when every request has finished."""
+        self._take_more()
         if admission := self._admit():
             self._in_flight += 1
             return admission
@@ -175,6 +187,19 @@ class Scheduler:
             assert row == request.pages, f"the block table of slot {slot} is stale"
             assert self._covered[slot] == len(request.pages) * self._page_size
         assert not set(self._free_slots) & set(self._running), "a slot is free and running"
+
+    def _take_more(self) -> None:
+        """Ask the source for requests, once as many slots are free as are refilled at a time."""
+        if self._source is None or self._waiting:
+            return
+        if self._running and len(self._free_slots) < refill_of(len(self._position)):
+            return
+        taken = self._source()
+        if not taken:
+            self._source = None
+        for request in taken:
+            self._sharing.enqueue(request)
+        self._waiting.extend(taken)
 
     def _admit(self) -> PrefillStep | None:
         refills = not self._running or len(self._free_slots) >= min(

@@ -1,0 +1,157 @@
+"""What ranks tell one another during a call, through the store of their group: who came, who failed, what is next.
+
+Collectives cannot be left once they are entered, so all ranks meet here before each. Whoever waits here learns that
+another rank failed or does not come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from liveroll.distributed.agreement import name_ranks
+from liveroll.errors import ConfigError, RankError
+
+_BEAT = 2.0
+"""Seconds between signs of life of a rank that runs, at most."""
+
+_PAUSES = (5e-4, 0.5)
+"""Seconds between two looks of a rank that waits, at least and at most; in between a twentieth of what it waited."""
+
+
+@dataclass
+class _Calls:
+    """Calls of a group so far: how many, and how many of them the store holds nothing of any more."""
+
+    made: int = 0
+    forgotten: int = 0
+
+
+_calls: WeakKeyDictionary[ProcessGroup, _Calls] = WeakKeyDictionary()
+
+
+def check_group(group: Any) -> ProcessGroup | None:
+    """The group, or None where this rank has it to itself.
+
+    Raises:
+        ConfigError: it is no process group, or this rank is not in it.
+    """
+    if group is None:
+        return None
+    if group == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
+        raise ConfigError("this rank is not in the group; only the ranks of a group may call generate with it")
+    if not isinstance(group, ProcessGroup):
+        raise ConfigError(f"group must be a process group of torch.distributed, not a {type(group).__name__}")
+    return group if group.size() > 1 else None
+
+
+class Control:
+    """One call of a group, as one of its ranks sees it. All ranks make their calls in the same order.
+
+    Args:
+        group: the group.
+        patience: seconds without a sign of life of any rank after which those that are waited for count as lost.
+    """
+
+    def __init__(self, group: ProcessGroup, patience: float) -> None:
+        self._store = group.get_group_store()
+        self.rank, self.ranks = group.rank(), group.size()
+        self._patience = patience
+        self._calls = _calls.setdefault(group, _Calls())
+        self._calls.made += 1
+        self._number = self._calls.made
+        self._pace = min(_BEAT, patience / 4)
+        self._last_beat = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if not isinstance(error, RankError):
+            told = f"rank {self.rank} of the group failed, and so does the call: {type(error).__name__}: {error}"
+            error = RankError(told, (self.rank,))
+        # A store that is gone must not hide what happened, and of several failures the first is told.
+        with suppress(dist.DistError):
+            self._store.compare_set(self._key("failed"), "", json.dumps([str(error), error.ranks]))
+
+    def meet(self, place: str) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            RankError: a rank failed, or does not come.
+        """
+        self._store.set(f"liveroll/rank {self.rank}", f"{self._number} {place}")
+        if self._store.add(self._key(place), 1) == self.ranks:
+            self._store.set(self._key(place, "open"), "")
+        started = seen = time.monotonic()
+        beats = -1
+        while True:
+            self._raise_failure()
+            if self._store.check([self._key(place, "open")]):
+                break
+            now = time.monotonic()
+            if now - seen > self._patience or beats < 0:
+                before, beats, seen = beats, self._store.add(self._key("beats"), 0), now
+                if before == beats:
+                    self._raise_missing(place)
+            time.sleep(min(max((now - started) / 20, _PAUSES[0]), _PAUSES[1]))
+        if self.rank == 0 and place == "start":
+            self._forget()
+
+    def take_number(self) -> int:
+        """The next number of the call, counted from 0, that no other rank was given."""
+        return int(self._store.add(self._key("numbers"), 1)) - 1
+
+    def beat(self) -> None:
+        """Give a sign of life, if it is time for one, and look for the failure of another rank.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        if time.monotonic() - self._last_beat >= self._pace:
+            self._raise_failure()
+            self._store.add(self._key("beats"), 1)
+            self._last_beat = time.monotonic()
+
+    def _raise_failure(self) -> None:
+        if self._store.check([self._key("failed")]):
+            message, ranks = json.loads(self._store.get(self._key("failed")))
+            raise RankError(message, tuple(ranks))
+
+    def _raise_missing(self, place: str) -> None:
+        here = f"{self._number} {place}"
+        missing = []
+        for rank in range(self.ranks):
+            key = f"liveroll/rank {rank}"
+            if not self._store.check([key]) or self._store.get(key).decode() != here:
+                missing.append(rank)
+        if not missing:
+            return  # the last one has just come
+        what = {"start": "did not call generate with the group", "end": "did not come to the end of the call"}[place]
+        raise RankError(
+            f"{name_ranks(missing)} {what} within {self._patience:g} s (RolloutConfig.rank_timeout)", tuple(missing)
+        )
+
+    def _forget(self) -> None:
+        """Drop what the store holds of earlier calls, which every rank has left."""
+        for number in range(self._calls.forgotten + 1, self._number):
+            for name in ("failed", "start", "start/open", "end", "end/open", "numbers", "beats"):
+                # Not every store can: those in files keep all they were told.
+                with suppress(RuntimeError, NotImplementedError):
+                    self._store.delete_key(f"liveroll/{number}/{name}")
+            self._calls.forgotten = number
+
+    def _key(self, *names: str) -> str:
+        return f"liveroll/{self._number}/{'/'.join(names)}"
