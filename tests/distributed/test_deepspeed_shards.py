@@ -23,7 +23,7 @@ def initialize(model, **settings):
         "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-        "torch_autocast": {"enabled": False},
+        "gradient_clipping": 0.0,
         **settings,
     }
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -39,6 +39,7 @@ def is_partitioned(engine):
 
 
 def train(trainer, batch):
+    trainer.train()
     loss = trainer(input_ids=batch, labels=batch).loss
     trainer.backward(loss)
     trainer.step()
@@ -53,7 +54,7 @@ def rolled_out(gather, threshold=0):
         trainer = zero3(build(), threshold)
         hooks = hooks_of(trainer)
         engine = engine_of(trainer, gather=gather)
-        seen = rounds(engine, prompts_of(rank), lambda: train(trainer.train(), batch_of(rank)))
+        seen = rounds(engine, prompts_of(rank), lambda: train(trainer, batch_of(rank)))
         stats = engine.generate(prompts_of(rank), GREEDY).stats
         left = (bool(threshold) or is_partitioned(trainer), hooks_of(trainer) == hooks)
         engine.shutdown()
@@ -79,34 +80,37 @@ def unequal(rank):
     return seen, left
 
 
-def subgroups(rank):
-    """Each rank is a group of its own, and they generate at different times."""
-    from deepspeed.utils import groups
+def failing(rank):
+    """A hook of the trainer fails in the first forward of a layer on gathered weights, and is removed."""
 
-    own = [dist.new_group([member]) for member in range(WORLD)][rank]
+    class NoError(Exception):
+        pass
+
+    def fail(*_):
+        raise NoError
+
+    trainer = zero3(build())
+    before = hooks_of(trainer)
+    engine = engine_of(trainer, gather=True)
+    handle = trainer.module.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(NoError):
+        engine.generate(prompts_of(rank), GREEDY)
+    handle.remove()
+    left = is_partitioned(trainer) and hooks_of(trainer) == before
+    seen = tokens(engine.generate(prompts_of(rank), GREEDY))
+    trainer.destroy()
+    return left, seen
+
+
+def subgroups(rank):
+    """Each rank is a group of its own, and they generate different numbers of times."""
     import deepspeed
 
-    class Units:
-        """Tells DeepSpeed which ranks share data."""
-
-        get_data_parallel_group = staticmethod(lambda: own)
-        get_data_parallel_world_size = staticmethod(lambda: 1)
-        get_data_parallel_rank = staticmethod(lambda: 0)
-        get_model_parallel_group = staticmethod(lambda: own)
-        get_model_parallel_world_size = staticmethod(lambda: 1)
-        get_model_parallel_rank = staticmethod(lambda: 0)
-
-    del groups
-    with deepspeed.zero.Init(data_parallel_group=own, dtype=torch.float32):
-        pass
+    own = [dist.new_group([member]) for member in range(WORLD)][rank]
     model = build()
     deepspeed.zero.Init(module=model, data_parallel_group=own, dtype=torch.float32)
-    seen = []
-    for gather in (True,):
-        engine = engine_of(model, gather=gather)
-        for _ in range(1 + rank):
-            seen.append(tokens(engine.generate(prompts_of(rank), GREEDY)))
-    return seen
+    engine = engine_of(model, gather=True)
+    return [tokens(engine.generate(prompts_of(rank), GREEDY)) for _ in range(1 + rank)]
 
 
 def adapted(rank):
@@ -119,20 +123,20 @@ def adapted(rank):
     torch.manual_seed(0)
     trainer = zero3(get_peft_model(build(), settings))
     seen = []
-    for gather in (True, False):
+    for gather in (True, False, True):
         seen.append(tokens(engine_of(trainer, gather=gather).generate(prompts_of(rank), GREEDY)) == expected)
-        train(trainer.train(), batch_of(rank))
-        with torch.no_grad():
-            break
+    train(trainer, batch_of(rank))
+    seen.append(tokens(engine_of(trainer).generate(prompts_of(rank), GREEDY)) != expected)
+    left = is_partitioned(trainer)
     trainer.destroy()
-    return seen
+    return seen, left
 
 
 def auto_tp(rank):
     """Divided by AutoTP."""
     trainer = initialize(build(), tensor_parallel={"autotp_size": WORLD}, zero_optimization={"stage": 0})
     engine = engine_of(trainer)
-    seen = rounds(engine, prompts_of(0), lambda: train(trainer.train(), batch_of(0)))
+    seen = rounds(engine, prompts_of(0), lambda: train(trainer, batch_of(0)))
     once = engine.captures
     stats = engine.generate(prompts_of(0), GREEDY).stats
     kv = engine.memory().kv
@@ -146,6 +150,7 @@ SCENARIOS = {
     "layer by layer": rolled_out(False),
     "persistent": rolled_out(False, 10**9),
     "unequal": unequal,
+    "failing": failing,
     "subgroups": subgroups,
     "adapted": adapted,
     "auto_tp": auto_tp,
@@ -154,5 +159,76 @@ SCENARIOS = {
 
 def work(rank, report):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), DS_ACCELERATOR="cpu")
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, which takes minutes
     run_all(SCENARIOS, rank, report)
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(work, list(SCENARIOS))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [alone(prompts_of(rank), [batch_of(0), batch_of(1)]) for rank in range(WORLD)]
+
+
+def test_gathered_weights(outcomes, expected):
+    """Guards against hooks that partition weights after a forward, and weights or hooks left otherwise than found."""
+    for rank, (seen, (_, replayed, eager_reason), left) in enumerate(outcomes.of("gathered")):
+        assert seen == expected[rank]
+        assert (replayed, eager_reason) == (True, None)
+        assert left == (True, True)
+
+
+@pytest.mark.parametrize("kind", ["layer by layer", "persistent"])
+def test_weights_gathered_layer_by_layer(outcomes, expected, kind):
+    """Guards against ranks that run different numbers of forwards, and captured steps without gathering hooks."""
+    for rank, (seen, (captures, replayed, eager_reason), left) in enumerate(outcomes.of(kind)):
+        assert seen == expected[rank]
+        assert (captures, replayed) == (0, False)
+        assert "gather" in eager_reason
+        assert left == (True, True)
+
+
+def test_ranks_with_unequal_or_no_prompts(outcomes):
+    """Guards against a rank that ends while others wait for its part of the weights."""
+    assert outcomes.of("unequal") == [([True] * 12, True)] * WORLD
+
+
+def test_a_failed_call_leaves_the_weights_and_hooks(outcomes, expected):
+    """Guards against weights that stay gathered, and hooks that stay away, after an exception."""
+    for rank, (left, seen) in enumerate(outcomes.of("failing")):
+        assert left
+        assert seen == expected[rank][0][0]
+
+
+def test_ranks_of_different_groups_do_not_wait_for_one_another(outcomes, expected):
+    """Guards against votes over all ranks where the weights are of some."""
+    for rank, seen in enumerate(outcomes.of("subgroups")):
+        assert seen == [expected[rank][0][0]] * (1 + rank)
+
+
+def test_adapters(outcomes):
+    """Guards against adapters whose weights are not gathered with the model's."""
+    assert outcomes.of("adapted") == [([True] * 4, True)] * WORLD
+
+
+def test_auto_tp(outcomes):
+    """Guards against a group that is not found, and pages for the heads of all ranks."""
+    expected = alone(prompts_of(0), [batch_of(0)])
+    whole = engine_of(build())
+    whole.generate(prompts_of(0), GREEDY)
+    for seen, (once, captures, in_last_call, replayed, eager_reason), kv in outcomes.of("auto_tp"):
+        assert seen == expected
+        assert captures == once
+        assert (in_last_call, replayed, eager_reason) == (0, True, None)
+        assert kv == whole.memory().kv / WORLD
+
+
+def test_all_ranks_leave(outcomes):
+    """Guards against engines that keep a rank from leaving its group."""
+    assert outcomes.ended == [True] * WORLD

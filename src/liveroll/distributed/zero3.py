@@ -49,10 +49,10 @@ class Zero3Shards:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, every rank holds all parameters, and no hook partitions them after a forward."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed import zero
 
         with (
-            GatheredParameters(self._partitioned()),
+            zero.GatheredParameters(self._partitioned()),
             without_hooks(self._given, spare=lambda h: not gathers_weights(h)),
         ):
             yield

@@ -17,7 +17,8 @@ _TENSOR_PARALLEL = (
     "transformers.distributed.",
     "torch.distributed.tensor.",
 )
-_GATHERING = ("deepspeed.", "torch.distributed.fsdp.")
+# ZeRO-3 wraps some of its hooks for a profiler.
+_GATHERING = ("deepspeed.runtime.zero.", "deepspeed.utils.nvtx.", "torch.distributed.fsdp.")
 
 
 def spans_ranks(hook: Any) -> bool:
