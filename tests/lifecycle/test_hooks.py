@@ -9,6 +9,7 @@ from rollouts import BUDGET, check, engine_of, prompts
 from torch import nn
 
 from liveroll import CaptureError, SamplingConfig
+from liveroll.model.hooks import gathers_weights, needed_hooks, without_hooks
 
 GREEDY = SamplingConfig(max_new_tokens=BUDGET)
 
@@ -165,20 +166,23 @@ def test_a_need_that_comes_and_goes(model, need):
     assert engine.captures == 2
 
 
-def test_a_distributed_tensor_is_not_captured(model):
-    """Guards against captured steps of an FSDP model, whose hooks gather its parameters."""
-    distributed = pytest.importorskip("torch.distributed.tensor")
+def test_hooks_that_gather_weights(model):
+    """Guards against captured steps of a model whose hooks gather its weights, and eager ones of other shards."""
     if not torch.distributed.is_available():
         pytest.skip("needs torch.distributed")
-    from liveroll.model.hooks import needed_hooks
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        weight = distributed.distribute_tensor(model.lm_head.weight.detach(), mesh)
-        model.lm_head.weight = nn.Parameter(weight)
-        assert needed_hooks(model, list(model.modules())) == (
-            "lm_head.weight is a DTensor, whose module's hooks gather or redistribute it in every forward"
-        )
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
+        assert needed_hooks(model, list(model.modules())) is None
+        fully_shard(model.model.layers[1], mesh=mesh)
+        gathering = "hooks gather the weights of model.layers.1 in every forward"
+        assert needed_hooks(model, list(model.modules())) == gathering
+        with without_hooks(model, spare=lambda hook: not gathers_weights(hook)):
+            assert needed_hooks(model, list(model.modules())) is None
+        assert needed_hooks(model, list(model.modules())) == gathering
     finally:
         torch.distributed.destroy_process_group()
