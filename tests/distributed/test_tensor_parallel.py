@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import warnings
@@ -60,14 +61,16 @@ def rolled_out(make):
 
 
 def moved(rank):
-    """A parameter moves on rank 1, then one on rank 0."""
+    """A parameter moves on rank 1, then one on rank 0, and then rank 1 has another module."""
     model = planned(rank)
     engine = engine_of(model)
     seen = []
-    for call in range(3):
+    for call in range(4):
         projection = model.model.layers[1].mlp.down_proj
         if call == 2 - rank:
             projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+        if call == 3 and rank == 1:
+            model.model.norm = copy.deepcopy(model.model.norm)
         seen.append((tokens(engine.generate(prompts_of(0), GREEDY)), engine.captures))
     reasons = engine.recapture_reasons
     engine.shutdown()
@@ -128,11 +131,14 @@ def test_layers_that_ranks_compute_together(outcomes, expected, kind):
 
 
 def test_a_weight_that_moves_on_one_rank_is_captured_again_on_both(outcomes, expected):
-    """Guards against a signature that does not see where the local part of a distributed tensor lies."""
+    """Guards against a signature that does not see where the local part of a distributed tensor lies.
+
+    And against a rank that probes its model alone, after another module came into it.
+    """
     for rank, (seen, reasons) in enumerate(outcomes.of("moved")):
-        assert [rows for rows, _ in seen] == [expected[0][0]] * 3
+        assert [rows for rows, _ in seen] == [expected[0][0]] * 4
         captures = [count for _, count in seen]
-        assert captures == [captures[0] * times for times in (1, 2, 3)]
+        assert captures == [captures[0] * times for times in (1, 2, 3, 4)]
         elsewhere = "another rank of the tensor-parallel group had to capture again"
         assert reasons[rank] == elsewhere
         assert reasons[1 - rank].startswith("model.layers.1.mlp.down_proj.weight changed its address from ")
