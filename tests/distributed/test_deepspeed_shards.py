@@ -30,7 +30,7 @@ def initialize(model, **settings):
 
 
 def zero3(model, threshold=0):
-    stage = {"stage": 3, "stage3_param_persistence_threshold": threshold, "stage3_prefetch_bucket_size": 0}
+    stage = {"stage": 3, "stage3_param_persistence_threshold": threshold}
     return initialize(model, zero_optimization=stage)
 
 

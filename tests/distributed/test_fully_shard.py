@@ -6,7 +6,19 @@ import pytest
 import torch
 from ranks import WORLD
 from rollouts import tokens
-from scenarios import GREEDY, Outcomes, alone, batch_of, build, engine_of, prompts_of, rounds, run_all, train
+from scenarios import (
+    GREEDY,
+    VOCAB_SIZE,
+    Outcomes,
+    alone,
+    batch_of,
+    build,
+    engine_of,
+    prompts_of,
+    rounds,
+    run_all,
+    train,
+)
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -69,14 +81,11 @@ def unequal(rank):
                 batch = engine.generate(rows, GREEDY)
                 seen.append(tokens(batch) == (tokens_alone(rows)))
             try:
-                engine.generate([[VOCAB + 7]] if rank else prompts_of(0), GREEDY)
+                engine.generate([[VOCAB_SIZE]] if rank else prompts_of(0), GREEDY)
                 seen.append(rank == 0)
             except PromptError:
                 seen.append(rank == 1)
     return seen, is_sharded(model)
-
-
-VOCAB = 96
 
 
 def tokens_alone(rows):

@@ -23,6 +23,9 @@ class FullyShardedShards:
         given: the model, or the wrapper of it that the trainer runs.
         model: the model.
         units: what `fully_shard` was applied to, outermost first.
+
+    Raises:
+        UnsupportedModelError: by any attribute, where the parameters are offloaded.
     """
 
     name = "sharded by fully_shard"
@@ -92,7 +95,13 @@ class FullyShardedShards:
         # After a forward without a backward the root stays unsharded, and would go on with the weights of then.
         self._reshard()
         tensors: Iterator[Any] = (tensor for module in walk(self._given) for tensor in module._parameters.values())
-        return list(dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, DTensor)))
+        sharded = list(dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, DTensor)))
+        if any(tensor.device.type != tensor.device_mesh.device_type for tensor in sharded):
+            raise UnsupportedModelError(
+                "fully_shard offloads the weights to another device than computes them; give it no offload_policy",
+                generates=False,
+            )
+        return sharded
 
     def _reshard(self) -> None:
         for unit in self._units:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -62,12 +62,12 @@ class ShardedWeights:
 
     def __init__(
         self,
-        given: nn.Module,
+        given: Any,
         model: PreTrainedModel,
         gather: bool | Literal["auto"],
         mode: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._given = given
+        self._given = given if isinstance(given, nn.Module) else model
         self._model = model
         self._gather = gather
         self._mode = mode
