@@ -126,7 +126,7 @@ def requests(part: str, rank: int, vocab_size: int) -> list[list[int]]:
 
 
 def engine_for(model: Any, gather: bool | str = "auto") -> RolloutEngine:
-    return RolloutEngine(model, config=RolloutConfig(max_slots=16, max_length=128, gather=gather))
+    return RolloutEngine(model, config=RolloutConfig(max_slots=16, max_length=128, gather_weights=gather))
 
 
 def expected(part: str, dtype: torch.dtype, device: str, rounds: int, ranks: int) -> list[list[list[list[int]]]]:
@@ -187,7 +187,7 @@ def time_cases(part: str, name: str, device: str) -> dict[str, Any]:
     rank = dist.get_rank()
     model = make(name, torch.bfloat16, device)
     model = divide(model) if part == "tp" else shard(model) if part.startswith("fsdp") else model
-    config = RolloutConfig(max_slots=32, max_length=640, compile=False, gather=part != "fsdp_layers")
+    config = RolloutConfig(max_slots=32, max_length=640, compile=False, gather_weights=part != "fsdp_layers")
     engine = RolloutEngine(model, config=config)
     result: dict[str, Any] = {}
     for case, lengths in CASES.items():

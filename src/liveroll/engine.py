@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +31,7 @@ from liveroll.planning.costs import CostModel
 from liveroll.planning.routes import RoutePlan
 from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
-from liveroll.results import empty_batch, make_batch, make_completion
+from liveroll.results import make_batch, make_completion
 from liveroll.routing import Router
 from liveroll.starts import ContinueFrom, ResponsePrefix
 from liveroll.stats import StatsRecorder
@@ -80,7 +80,7 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        self._weights = ShardedWeights(model, self._model, self.config.gather, self._guard.rollout)
+        self._weights = ShardedWeights(model, self._model, self.config.gather_weights, self._guard.rollout)
         ranks = max(self._weights.ranks, 1 if self._tp_group is None else self._tp_group.size())
         self._router = Router(self._model, self.config, ranks)
         self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
@@ -141,15 +141,22 @@ class RolloutEngine:
         limits = self._limits(max_seconds, max_total_tokens)
         check_gather(gather)
         if (ranks := check_group(group)) is not None:
-            with self._weights.at_hand(shared_work=ranks.size > 1):
+            with self._weights.at_hand(alone=False):
                 return self._generate_together(ranks, gather, prompts, sampling, continue_from, response_prefix, limits)
         with self._occupancy.claim() as claim, self._weights.at_hand() as shared:
             self._settle_costs()
             stats = self._record()
             timeline = stats.timeline
-            if shared and continue_from is None and isinstance(prompts, Sequence) and not prompts:
-                return empty_batch(stats, self._model.device)
-            given = self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
+            given = self._intake.read(
+                prompts,
+                sampling,
+                continue_from=continue_from,
+                response_prefix=response_prefix,
+                may_be_empty=shared,
+            )
+            if not given.prompts.prompts:
+                finish = partial(stats.finish, 0, (), self._decoder.kv_bytes)
+                return make_batch((), given.prompts, (), finish, self.tokenizer, self._model.device)
             try:
                 if self._refusal is not None:
                     raise self._refusal

@@ -14,7 +14,6 @@ from liveroll.completion import BLANKS, Completion
 from liveroll.prompts import PromptBatch
 from liveroll.scheduling.details import Details
 from liveroll.scheduling.request import Request
-from liveroll.stats import StatsRecorder
 from liveroll.stopping import decode, text_until
 from liveroll.types import ResolvedSampling, RolloutBatch, RolloutStats
 
@@ -92,23 +91,6 @@ def make_batch(
         response_logprobs=logprobs,
         response_raw_logprobs=raw_logprobs,
         stats=finish(),
-    )
-
-
-def empty_batch(stats: StatsRecorder, device: torch.device) -> RolloutBatch:
-    """The batch of a rank that has no prompts, tensors `[0, 0]` on `device`."""
-    nothing = torch.zeros(0, 0, dtype=torch.int64, device=device)
-    numbers = nothing.float()
-    return RolloutBatch(
-        completions=(),
-        input_ids=nothing,
-        attention_mask=nothing,
-        response_start_idx=0,
-        loss_mask=nothing,
-        sampling=(),
-        response_logprobs=numbers,
-        response_raw_logprobs=None,
-        stats=stats.finish(0, (), 0),
     )
 
 

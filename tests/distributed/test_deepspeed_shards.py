@@ -53,7 +53,7 @@ def rolled_out(gather, threshold=0):
     def scenario(rank):
         trainer = zero3(build(), threshold)
         hooks = hooks_of(trainer)
-        engine = engine_of(trainer, gather=gather)
+        engine = engine_of(trainer, gather_weights=gather)
         seen = rounds(engine, prompts_of(rank), lambda: train(trainer, batch_of(rank)))
         stats = engine.generate(prompts_of(rank), GREEDY).stats
         left = (bool(threshold) or is_partitioned(trainer), hooks_of(trainer) == hooks)
@@ -70,7 +70,7 @@ def unequal(rank):
     seen = []
     for gather in (True, False):
         for route in ("packed", "ordinary"):
-            engine = engine_of(trainer, gather=gather, prefill_route=route, max_slots=2)
+            engine = engine_of(trainer, gather_weights=gather, prefill_route=route, max_slots=2)
             for call in range(3):
                 rows = [] if call == 2 * (1 - rank) else prompts_of(rank)
                 alone = tokens(engine_of(build()).generate(rows, GREEDY)) if rows else []
@@ -91,7 +91,7 @@ def failing(rank):
 
     trainer = zero3(build())
     before = hooks_of(trainer)
-    engine = engine_of(trainer, gather=True)
+    engine = engine_of(trainer, gather_weights=True)
     handle = trainer.module.model.layers[0].mlp.register_forward_pre_hook(fail)
     with pytest.raises(NoError):
         engine.generate(prompts_of(rank), GREEDY)
@@ -109,7 +109,7 @@ def subgroups(rank):
     own = [dist.new_group([member]) for member in range(WORLD)][rank]
     model = build()
     deepspeed.zero.Init(module=model, data_parallel_group=own, dtype=torch.float32)
-    engine = engine_of(model, gather=True)
+    engine = engine_of(model, gather_weights=True)
     return [tokens(engine.generate(prompts_of(rank), GREEDY)) for _ in range(1 + rank)]
 
 
@@ -124,7 +124,7 @@ def adapted(rank):
     trainer = zero3(get_peft_model(build(), settings))
     seen = []
     for gather in (True, False, True):
-        seen.append(tokens(engine_of(trainer, gather=gather).generate(prompts_of(rank), GREEDY)) == expected)
+        seen.append(tokens(engine_of(trainer, gather_weights=gather).generate(prompts_of(rank), GREEDY)) == expected)
     train(trainer, batch_of(rank))
     seen.append(tokens(engine_of(trainer).generate(prompts_of(rank), GREEDY)) != expected)
     left = is_partitioned(trainer)

@@ -59,7 +59,7 @@ def rolled_out(gather, wrap=None):
         sharded(model, outer)
         if wrap == "compile":
             outer = torch.compile(outer, backend="eager")
-        engine = engine_of(outer, gather=gather)
+        engine = engine_of(outer, gather_weights=gather)
         seen = rounds(engine, prompts_of(rank), lambda: train(outer.train(), model.parameters(), batch_of(rank)))
         stats = engine.generate(prompts_of(rank), GREEDY).stats
         left = is_sharded(model)
@@ -75,7 +75,7 @@ def unequal(rank):
     seen = []
     for gather in (True, False):
         for route in ("packed", "ordinary"):
-            engine = engine_of(model, gather=gather, prefill_route=route, max_slots=2)
+            engine = engine_of(model, gather_weights=gather, prefill_route=route, max_slots=2)
             for call in range(3):
                 rows = [] if call == 2 * (1 - rank) else prompts_of(rank)
                 batch = engine.generate(rows, GREEDY)
@@ -125,7 +125,7 @@ def stale(rank):
             model(input_ids=batch_of(rank))
             assert not is_sharded(model)
             norm.neg_()
-        seen.append(tokens(engine_of(model, gather=gather).generate(prompts_of(rank), GREEDY)) == expected)
+        seen.append(tokens(engine_of(model, gather_weights=gather).generate(prompts_of(rank), GREEDY)) == expected)
     return seen
 
 
@@ -137,9 +137,9 @@ def short(rank):
     weights.free_bytes = lambda device: 1000 if rank else free(device)
     try:
         model = sharded(build())
-        batch = engine_of(model, gather="auto").generate(prompts_of(rank), GREEDY)
+        batch = engine_of(model, gather_weights="auto").generate(prompts_of(rank), GREEDY)
         with pytest.raises(GatherError) as refusal:
-            engine_of(model, gather=True).generate(prompts_of(rank), GREEDY)
+            engine_of(model, gather_weights=True).generate(prompts_of(rank), GREEDY)
     finally:
         weights.free_bytes = free
     return tokens(batch), batch.stats.eager_reason, str(refusal.value)
@@ -147,7 +147,7 @@ def short(rank):
 
 def refused(rank):
     model = build()
-    engine = engine_of(sharded(model, Wrapper(model)), gather=False)
+    engine = engine_of(sharded(model, Wrapper(model)), gather_weights=False)
     with pytest.raises(GatherError) as obstacle:
         engine.generate(prompts_of(rank), GREEDY)
     with pytest.raises(UnsupportedModelError) as stream:

@@ -76,7 +76,7 @@ class FullyShardedShards:
             if len(now) > 1 and not now <= before:
                 raise UnsupportedModelError(
                     "fully_shard's mixed precision gives the modules of this model different dtypes, and only its "
-                    "hooks cast between them; set gather=False to run them"
+                    "hooks cast between them; set gather_weights=False to run them"
                 )
             with without_hooks(self._given, spare=lambda hook: not gathers_weights(hook)):
                 yield

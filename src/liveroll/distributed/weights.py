@@ -83,14 +83,17 @@ class ShardedWeights:
         return 1 if shards is None else max(group.size() for group in shards.groups)
 
     @contextmanager
-    def at_hand(self) -> Iterator[bool]:
+    def at_hand(self, *, alone: bool = True) -> Iterator[bool]:
         """Inside, forwards of the model have the weights that they need. All ranks must enter and leave together.
+
+        Args:
+            alone: whether this rank waits for no other meanwhile, but in forwards.
 
         Yields:
             Whether ranks hold the weights in parts.
 
         Raises:
-            GatherError: `gather` is True and the memory for it is not free on every rank, or it is not gathered and
+            GatherError: `gather_weights` is True and the memory for it is not free on every rank, or it is not gathered and
                 forwards of the model alone would not gather it.
         """
         shards = self.find()
@@ -100,8 +103,9 @@ class ShardedWeights:
             with shards.gathered():
                 yield True
         else:
-            if shards.layerwise_obstacle:
-                raise GatherError(f"the weights must be gathered for the call, since {shards.layerwise_obstacle}")
+            obstacle = shards.layerwise_obstacle if alone else "ranks that wait for a group could not go on in step"
+            if obstacle:
+                raise GatherError(f"the weights must be gathered for the call, since {obstacle}")
             with shards.layerwise(), in_step(self._model, shards.groups, self._model.device, self._idle):
                 yield True
 
@@ -126,7 +130,7 @@ class ShardedWeights:
         if short and self._gather is True:
             raise GatherError(
                 f"the weights are {shards.name}, and gathering them takes {needed} bytes, of which a rank has not "
-                f"enough: here are {free} free, of which {_SHARE:.0%} may be used; set gather=False to gather them "
+                f"enough: here are {free} free, of which {_SHARE:.0%} may be used; set gather_weights=False to gather them "
                 "layer by layer in every forward"
             )
         if short:
