@@ -67,9 +67,9 @@ class RolloutConfig:
             product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
             without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
             cannot be fused, and `engine.fusion` says why; True makes that an error.
-        gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole call,
-            which is then captured like any other. False gathers them layer by layer in every forward, all ranks in
-            step. `auto` gathers them whole where memory allows on every rank; True makes that an error.
+        gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole
+            call, which is then captured like any other. False gathers them layer by layer in every forward, all ranks
+            in step. `auto` gathers them whole where memory allows on every rank; True makes that an error.
         max_captures: captured steps and prefills kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.

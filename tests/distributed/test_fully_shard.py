@@ -145,6 +145,15 @@ def short(rank):
     return tokens(batch), batch.stats.eager_reason, str(refusal.value)
 
 
+def grouped(rank):
+    """Both ranks share a queue."""
+    model = sharded(build())
+    batch = engine_of(model, gather_weights=True).generate(prompts_of(rank), GREEDY, group=dist.group.WORLD)
+    with pytest.raises(GatherError):
+        engine_of(model, gather_weights=False).generate(prompts_of(rank), GREEDY, group=dist.group.WORLD)
+    return tokens(batch), is_sharded(model)
+
+
 def refused(rank):
     model = build()
     engine = engine_of(sharded(model, Wrapper(model)), gather_weights=False)
@@ -168,6 +177,7 @@ SCENARIOS = {
     "failing": failing,
     "stale": stale,
     "short": short,
+    "grouped": grouped,
     "refused": refused,
 }
 
@@ -231,6 +241,13 @@ def test_memory_is_asked_for_on_every_rank(outcomes, expected):
 def test_weights_that_a_forward_left_unsharded_are_gathered_anew(outcomes):
     """Guards against a rollout with what an earlier forward gathered."""
     assert outcomes.of("stale") == [[True, True]] * WORLD
+
+
+def test_ranks_that_share_a_queue(outcomes, expected):
+    """Guards against a queue over weights that are not at hand, and a wait that no vote ends."""
+    for rank, (seen, left) in enumerate(outcomes.of("grouped")):
+        assert seen == expected[rank][0][0]
+        assert left
 
 
 def test_refusals(outcomes):

@@ -93,8 +93,8 @@ class ShardedWeights:
             Whether ranks hold the weights in parts.
 
         Raises:
-            GatherError: `gather_weights` is True and the memory for it is not free on every rank, or it is not gathered and
-                forwards of the model alone would not gather it.
+            GatherError: `gather_weights` is True and the memory for it is not free on every rank; or they are not
+                gathered, and forwards could not do that.
         """
         shards = self.find()
         if shards is None:
@@ -130,8 +130,8 @@ class ShardedWeights:
         if short and self._gather is True:
             raise GatherError(
                 f"the weights are {shards.name}, and gathering them takes {needed} bytes, of which a rank has not "
-                f"enough: here are {free} free, of which {_SHARE:.0%} may be used; set gather_weights=False to gather them "
-                "layer by layer in every forward"
+                f"enough: here are {free} free, of which {_SHARE:.0%} may be used; set gather_weights=False to gather "
+                "them layer by layer in every forward"
             )
         if short:
             logger.info("weights are gathered layer by layer: whole they take %d bytes of %d free", needed, free)
