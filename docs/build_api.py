@@ -38,6 +38,7 @@ SECTIONS = {
             "CompileError",
             "FusionError",
             "RankError",
+            "GatherError",
             "EngineStateError",
         ),
     ),

@@ -67,6 +67,9 @@ class RolloutConfig:
             product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
             without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
             cannot be fused, and `engine.fusion` says why; True makes that an error.
+        gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole
+            call, which is then captured like any other. False gathers them layer by layer in every forward, all ranks
+            in step. `auto` gathers them whole where memory allows on every rank; True makes that an error.
         max_captures: captured steps and prefills kept, the one unused for longest leaves; None keeps all.
         run_ahead: decode steps that may be launched before the result of an earlier one is read, so that the
             device never waits for the host. None is 2 on a GPU and 0 elsewhere.
@@ -103,6 +106,7 @@ class RolloutConfig:
     capture: bool | Literal["auto"] = "auto"
     compile: bool | Literal["auto"] = False
     fuse: bool | Literal["auto"] = False
+    gather_weights: bool | Literal["auto"] = "auto"
     max_captures: int | None = None
     run_ahead: int | None = None
     seed: int = 0
@@ -128,7 +132,7 @@ class RolloutConfig:
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
-        for name in ("capture", "prefill_capture", "compile", "fuse"):
+        for name in ("capture", "prefill_capture", "compile", "fuse", "gather_weights"):
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
         check_whole(self, "prefill_capture_tokens", low=1)

@@ -17,6 +17,8 @@ from liveroll.cutoff import Cutoff, Limits
 from liveroll.decode.decoder import Decoder
 from liveroll.distributed.control import Control, check_group
 from liveroll.distributed.rollout import Gather, GroupRollout, check_gather
+from liveroll.distributed.tensor_parallel import find_group
+from liveroll.distributed.weights import ShardedWeights
 from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import run_fallback
 from liveroll.intake import Intake, Sampling
@@ -44,10 +46,13 @@ class RolloutEngine:
     key or value outlives the call that computed it.
 
     Args:
-        model: a transformers causal language model, or a DDP, DeepSpeed, PEFT or `torch.compile` wrapper of one.
+        model: a transformers causal language model, or a DDP, DeepSpeed, PEFT or `torch.compile` wrapper of one. Where
+            ranks hold its weights in parts (ZeRO-3, `fully_shard`), all of them call `generate` together, with prompts
+            of their own; a rank that has none gives an empty list.
         tokenizer: needed for prompts given as text, stop strings, and text in completions.
         config: how to run.
-        tp_group: the ranks that hold shards of this model, if it is tensor-parallel: they capture together.
+        tp_group: the ranks that compute each layer together, if the model is tensor-parallel: they capture together.
+            None finds them where the model tells (device meshes of torch and transformers, DeepSpeed's AutoTP).
 
     Raises:
         ConfigError: `config` or `tokenizer` is something else, or the file of costs was not measured for this model.
@@ -66,8 +71,8 @@ class RolloutEngine:
         self.tokenizer = check_tokenizer(tokenizer)
         if tp_group is not None and not isinstance(tp_group, ProcessGroup):
             raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(tp_group).__name__}")
-        self._tp_group = tp_group
         self._model: PreTrainedModel = unwrap(model)
+        self._tp_group = find_group(self._model) if tp_group is None else tp_group
         self._refusal: UnsupportedModelError | None = None
         try:
             check_model(self._model)
@@ -75,9 +80,11 @@ class RolloutEngine:
             self._allow_fallback(refusal)
             self._refusal = refusal
         self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        self._router = Router(self._model, self.config, 1 if tp_group is None else tp_group.size())
+        self._weights = ShardedWeights(model, self._model, self.config.gather_weights, self._guard.rollout)
+        ranks = max(self._weights.ranks, 1 if self._tp_group is None else self._tp_group.size())
+        self._router = Router(self._model, self.config, ranks)
         self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
-        self._decoder = Decoder(self._model, self.config, tp_group)
+        self._decoder = Decoder(self._model, self.config, self._tp_group)
         self._loop = RolloutLoop(self._model, self.config, self._guard, self._decoder, self._router)
         self._group_rollout = GroupRollout(
             self._model, self.config, self.tokenizer, self._intake, self._loop, self._decoder
@@ -127,18 +134,29 @@ class RolloutEngine:
             KVMemoryError: one row needs more KV memory than allowed.
             CompileError: the decode step must be compiled, and cannot be.
             FusionError: projections must be fused, and cannot be.
+            GatherError: the weights must be gathered, and cannot be.
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
         limits = self._limits(max_seconds, max_total_tokens)
         check_gather(gather)
         if (ranks := check_group(group)) is not None:
-            return self._generate_together(ranks, gather, prompts, sampling, continue_from, response_prefix, limits)
-        with self._occupancy.claim() as claim:
+            with self._weights.at_hand(alone=False):
+                return self._generate_together(ranks, gather, prompts, sampling, continue_from, response_prefix, limits)
+        with self._occupancy.claim() as claim, self._weights.at_hand() as shared:
             self._settle_costs()
             stats = self._record()
             timeline = stats.timeline
-            given = self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
+            given = self._intake.read(
+                prompts,
+                sampling,
+                continue_from=continue_from,
+                response_prefix=response_prefix,
+                may_be_empty=shared,
+            )
+            if not given.prompts.prompts:
+                finish = partial(stats.finish, 0, (), self._decoder.kv_bytes)
+                return make_batch((), given.prompts, (), finish, self.tokenizer, self._model.device)
             try:
                 if self._refusal is not None:
                     raise self._refusal
@@ -198,13 +216,15 @@ class RolloutEngine:
             max_total_tokens: as there.
 
         Raises:
-            UnsupportedModelError: also where the configuration allows the fallback, which cannot stream.
+            UnsupportedModelError: also where the configuration allows the fallback, which cannot stream, and where
+                ranks hold the weights in parts, which would wait for the reader of each other's stream.
             LiverollError: whatever `generate` raises.
         """
         limits = self._limits(max_seconds, max_total_tokens)
         with self._occupancy.claim():
             if self._refusal is not None:
                 raise self._refusal
+            self._weights.refuse_stream()
             self._settle_costs()
             call = self._intake.open(
                 self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)

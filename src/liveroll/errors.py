@@ -53,6 +53,10 @@ class FusionError(LiverollError):
     """Projections cannot be fused; the message says which, and why."""
 
 
+class GatherError(LiverollError):
+    """Weights that ranks hold in parts cannot be gathered for a call, and must be; the message says why."""
+
+
 class LogitsError(LiverollError):
     """The model's logits are not numbers, so that nothing can be sampled from them."""
 

@@ -77,6 +77,7 @@ def run_fallback(
             arguments["num_return_sequences"] = 1
         output = model.generate(
             prompts.input_ids[chosen].to(model.device),
+            synced_gpus=False,  # `in_step` sees to it, in subgroups too
             attention_mask=prompts.attention_mask[chosen].to(model.device),
             **arguments,
         )

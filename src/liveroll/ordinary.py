@@ -195,6 +195,7 @@ def _run_chunk(
     with prepared_for_generate(model, to_generation_config(bare)):
         model.generate(
             torch.from_numpy(ids).to(device),
+            synced_gpus=False,  # `in_step` sees to it, in subgroups too
             attention_mask=torch.from_numpy(mask).to(device),
             logits_processor=LogitsProcessorList([sampling]),
             stopping_criteria=StoppingCriteriaList(

@@ -11,6 +11,7 @@ from liveroll.decode.adjustments import most_adjusted
 from liveroll.decode.decoder import Decoder
 from liveroll.decode.runner import StepRunner
 from liveroll.decode.sampler import Variant
+from liveroll.distributed.agreement import any_rank
 from liveroll.model.capability import check_shape
 from liveroll.model.forward import ModelForward, autocast_dtype
 from liveroll.model.geometry import ModelShape
@@ -137,10 +138,12 @@ class Stage:
         device, vocabulary = first.device, self._model.config.get_text_config().vocab_size
         modules = tuple(map(id, self._guard.modules))
         key = (device, first.dtype, vocabulary, self._guard.own, autocast_dtype(device), modules)
-        if self._probed is None or self._probed[0] != key:
+        group = self._decoder.tp_group
+        if any_rank(self._probed is None or self._probed[0] != key, group, device):
             with self._decoder.fusion.observe():
-                shape, dtype = probe(self._model)
+                shape, dtype = probe(self._model, group)
             check_shape(shape, self._guard.own)
             self._probed = (key, shape, dtype)
             self._geometry = counted_geometry(shape, dtype)
+        assert self._probed is not None
         return self._probed[1:]

@@ -9,6 +9,7 @@ from rollouts import BUDGET, check, engine_of, prompts
 from torch import nn
 
 from liveroll import CaptureError, SamplingConfig
+from liveroll.model.hooks import gathers_weights, needed_hooks, without_hooks
 
 GREEDY = SamplingConfig(max_new_tokens=BUDGET)
 
@@ -128,15 +129,9 @@ def give_accelerate_hook(model):
     return "accelerate moves the weights of model.layers.1 in every forward"
 
 
-def partition(model):
-    model.model.norm.weight.ds_id = 7
-    return "model.norm.weight is partitioned by ZeRO-3, whose hooks gather it in every forward"
-
-
-@pytest.mark.parametrize("need", [give_accelerate_hook, partition])
-def test_models_whose_hooks_must_run_are_not_captured(model, need):
+def test_models_whose_hooks_must_run_are_not_captured(model):
     """Guards against captured steps that read weights which are not there, and against silence about it."""
-    reason = need(model)
+    reason = give_accelerate_hook(model)
     counter = Counter(model.model.layers[0].mlp)
     engine = engine_of(model)
     stats = check(engine, model, prompts(8)).stats
@@ -148,37 +143,46 @@ def test_models_whose_hooks_must_run_are_not_captured(model, need):
     check(engine_of(model, capture=False), model, prompts(8))
 
 
-@pytest.mark.parametrize("need", [give_accelerate_hook, partition])
-def test_a_need_that_comes_and_goes(model, need):
+def test_a_need_that_comes_and_goes(model):
     """Guards against a captured step replayed over weights that hooks have begun to move, and one never made again."""
     engine = engine_of(model)
     assert check(engine, model, prompts(8)).stats.eager_reason is None
-    reason = need(model)
+    reason = give_accelerate_hook(model)
     stats = check(engine, model, prompts(8)).stats
     assert (stats.replays, stats.eager_reason) == (0, reason)
-    if need is partition:
-        del model.model.norm.weight.ds_id
-    else:
-        del model.model.layers[1]._hf_hook
+    del model.model.layers[1]._hf_hook
     stats = check(engine, model, prompts(8)).stats
     assert (stats.captures, stats.replays, stats.eager_reason) == (1, BUDGET - 1, None)
     assert engine.captures == 2
 
 
-def test_a_distributed_tensor_is_not_captured(model):
-    """Guards against captured steps of an FSDP model, whose hooks gather its parameters."""
-    distributed = pytest.importorskip("torch.distributed.tensor")
+def test_a_partitioned_parameter_needs_hooks(model):
+    """Guards against captured steps over what ZeRO-3 leaves in a parameter that is not gathered."""
+    weight = model.model.norm.weight
+    whole, weight.ds_id, weight.ds_shape = weight.data, 7, weight.shape
+    assert needed_hooks(model, list(model.modules())) is None
+    weight.data = whole[:0]
+    needed = needed_hooks(model, list(model.modules()))
+    assert needed == "model.norm.weight is partitioned by ZeRO-3, whose hooks gather it in every forward"
+
+
+def test_hooks_that_gather_weights(model):
+    """Guards against captured steps of a model whose hooks gather its weights, and eager ones of other shards."""
     if not torch.distributed.is_available():
         pytest.skip("needs torch.distributed")
-    from liveroll.model.hooks import needed_hooks
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
 
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        weight = distributed.distribute_tensor(model.lm_head.weight.detach(), mesh)
-        model.lm_head.weight = nn.Parameter(weight)
-        assert needed_hooks(model, list(model.modules())) == (
-            "lm_head.weight is a DTensor, whose module's hooks gather or redistribute it in every forward"
-        )
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
+        assert needed_hooks(model, list(model.modules())) is None
+        fully_shard(model.model.layers[1], mesh=mesh)
+        gathering = "hooks gather the weights of model.layers.1 in every forward"
+        assert needed_hooks(model, list(model.modules())) == gathering
+        with without_hooks(model, spare=lambda hook: not gathers_weights(hook)):
+            assert needed_hooks(model, list(model.modules())) is None
+        assert needed_hooks(model, list(model.modules())) == gathering
     finally:
         torch.distributed.destroy_process_group()

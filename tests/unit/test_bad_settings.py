@@ -34,6 +34,7 @@ BAD_ROLLOUT = {
     "capture": [0, "yes", None],
     "compile": [0, "yes", None],
     "fuse": [0, 1, "yes", None],
+    "gather_weights": [0, 1, "yes", None],
     "max_captures": [0, -1, *NOT_WHOLE],
     "run_ahead": [-1, *NOT_WHOLE],
     "seed": [-1, None, *NOT_WHOLE],

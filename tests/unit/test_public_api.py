@@ -26,6 +26,7 @@ PUBLIC = {
     "CostModel",
     "EngineStateError",
     "FusionError",
+    "GatherError",
     "KVMemoryError",
     "LiverollError",
     "LogitsError",

@@ -52,7 +52,8 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, config: RolloutConfig, tp_group: ProcessGroup | None) -> None:
         self._model = model
         self._config = config
-        self._tp_group = tp_group
+        self.tp_group = tp_group
+        """The ranks that hold shards of the model."""
         self.fusion = Fusion(model, config.fuse)
         """Runs projections as one product in decode steps."""
         self.forward = TunedForward(model, config.compile, self.fusion)
@@ -148,7 +149,7 @@ class Decoder:
             new = Signature.of(modules, settings)
             if old is not None:
                 difference = difference or old.difference(new, self._model)
-        if any_rank(difference is not None, self._tp_group, self._model.device):
+        if any_rank(difference is not None, self.tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             self._begin_anew(shape, dtype, longest, room, reason)
             if self._config.capture is not False:
@@ -216,7 +217,7 @@ class Decoder:
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
         # Ranks with fewer pages would put rows back where the others go on.
-        allowed = least_of(self._pool.allowed(shape, dtype, device), self._tp_group, device)
+        allowed = least_of(self._pool.allowed(shape, dtype, device), self.tp_group, device)
         pages = min(slots * width, allowed)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
         self.graphs.drop(reason)

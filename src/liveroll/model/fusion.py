@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from liveroll.errors import FusionError
 from liveroll.model.adjacency import lay_apart, lay_together, lie_together
 from liveroll.model.product import Forward, SharedProduct, replaced_forwards
-from liveroll.model.projections import Group, count_owners, find_groups, refusal
+from liveroll.model.projections import Group, count_owners, find_groups, foreign_layout, refusal
 from liveroll.model.signature import walk
 from liveroll.types import RolloutFusion
 
@@ -81,8 +81,9 @@ class Fusion:
         """
         if self._fuse is False or not (moved or self._fresh):
             return False
-        owners = count_owners(walk(self._model))
-        reasons = {group: refusal(group, owners) or misfit for group, misfit in self._found.items()}
+        modules = walk(self._model)
+        owners, foreign = count_owners(modules), foreign_layout(modules)
+        reasons = {group: foreign or refusal(group, owners) or misfit for group, misfit in self._found.items()}
         refused = {group: reason for group, reason in reasons.items() if reason is not None}
         if refused and self._fuse is True:
             group, reason = next(iter(refused.items()))

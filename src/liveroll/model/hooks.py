@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from liveroll.model.restore import restore_in_full
 
+_TENSOR_PARALLEL = (
+    "transformers.integrations.tensor_parallel",
+    "transformers.distributed.",
+    "torch.distributed.tensor.",
+)
+# ZeRO-3 wraps some of its hooks for a profiler.
+_GATHERING = ("deepspeed.runtime.zero.", "deepspeed.utils.nvtx.", "torch.distributed.fsdp.")
+
+
+def spans_ranks(hook: Any) -> bool:
+    """Whether a hook is the part of a tensor-parallel layer that moves its input or output between ranks.
+
+    It launches device work alone, so it belongs into a captured step as the layer does.
+    """
+    return _comes_from(hook, _TENSOR_PARALLEL)
+
+
+def gathers_weights(hook: Any) -> bool:
+    """Whether a hook gathers the weights of its module for a forward, or gives them up after it."""
+    return _comes_from(hook, _GATHERING)
+
+
+def _comes_from(hook: Any, places: tuple[str, ...]) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return f"{getattr(hook, '__module__', None)}.".startswith(places)
+
 
 @contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, no module of the model runs its forward or forward-pre hooks; afterwards all of them are there.
+def without_hooks(model: nn.Module, spare: Callable[[Any], bool] = spans_ranks) -> Iterator[None]:
+    """Inside, modules of the model run those forward and forward-pre hooks only that are spared.
 
-    A hook's Python would run while a step is captured and never when it is replayed.
+    Afterwards all of them are there. The Python of a hook would run while a step is captured and never when it is
+    replayed, which tensor-parallel layers are made for and other hooks are not.
+
+    Args:
+        model: the model.
+        spare: tells the hooks that run.
     """
     kept = []
     for module in model.modules():
@@ -28,11 +61,15 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
             module._forward_hooks, module._forward_pre_hooks = after, before
 
     try:
-        for module, _, _ in kept:
-            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        for module, after, before in kept:
+            module._forward_hooks, module._forward_pre_hooks = _spared(after, spare), _spared(before, spare)
         yield
     finally:
         restore_in_full(restore)
+
+
+def _spared(hooks: Mapping[int, Any], spare: Callable[[Any], bool]) -> OrderedDict[int, Any]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if spare(hook))
 
 
 def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
@@ -47,12 +84,11 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if "ds_id" in vars(parameter):
+            if "ds_id" in vars(parameter) and vars(parameter).get("ds_shape") != parameter.shape:
                 owner = _path(model, module, name)
                 return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
-            if isinstance(parameter, DTensor):
-                owner = _path(model, module, name)
-                return f"{owner} is a DTensor, whose module's hooks gather or redistribute it in every forward"
+        if any(map(gathers_weights, (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))):
+            return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
         if "_hf_hook" in vars(module):
             return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from liveroll.attention import interface
+from liveroll.distributed.tensor_parallel import check_logits
 from liveroll.errors import UnsupportedModelError
 from liveroll.model.geometry import AttentionTraits, LayerSpec, ModelShape
 from liveroll.model.versions import cache_argument
@@ -58,16 +60,21 @@ class _RecordingCall:
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
 
-def probe(model: PreTrainedModel) -> tuple[ModelShape, torch.dtype]:
+def probe(model: PreTrainedModel, tp_group: ProcessGroup | None = None) -> tuple[ModelShape, torch.dtype]:
     """Run one token through the model, its attention set to ours, and read the shapes off its real tensors.
 
     Head counts are therefore those of this process under tensor parallelism.
+
+    Args:
+        model: the model.
+        tp_group: the ranks that hold it together and run this at the same time, or None.
 
     Returns:
         The shape of the model, and the dtype that holds its keys and values: under autocast they differ.
 
     Raises:
-        UnsupportedModelError: a layer keeps state elsewhere than in the cache, or attends by other means.
+        UnsupportedModelError: a layer keeps state elsewhere than in the cache, or attends by other means; or the
+            ranks would not sample the same tokens.
     """
     cache = _RecordingCache()
     call = _RecordingCall(cache, {})
@@ -76,6 +83,7 @@ def probe(model: PreTrainedModel) -> tuple[ModelShape, torch.dtype]:
         arguments = {cache_argument(model): cache, "use_cache": True}
         logits = model(input_ids=zeros, position_ids=zeros, **arguments).logits
     config = model.config.get_text_config()
+    check_logits(logits, config.vocab_size, tp_group)
     expected = set(range(int(config.num_hidden_layers)))
     if set(call.specs) != expected or set(cache.given) != expected:
         odd = sorted(expected ^ set(call.specs)) or sorted(expected ^ set(cache.given))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -64,6 +65,13 @@ def count_owners(modules: Sequence[nn.Module]) -> Mapping[int, int]:
             if tensor is not None and type(tensor) in (Tensor, nn.Parameter):
                 owners[tensor.untyped_storage().data_ptr()] += 1
     return owners
+
+
+def foreign_layout(modules: Iterable[nn.Module]) -> str | None:
+    """Why the memory of no parameter of the modules is the model's to move; None where it may be."""
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return "fully_shard lays out the weights of the model"
+    return None
 
 
 def refusal(group: Group, owners: Mapping[int, int]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _ASPECTS = ("address", "shape", "strides", "dtype", "device")
 
@@ -79,7 +80,8 @@ def _facts(modules: Sequence[nn.Module]) -> list[tuple[Any, ...] | None]:
             tensors.extend(module._parameters.values())
         if module._buffers:
             tensors.extend(module._buffers.values())
-    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in local]
 
 
 def _names(model: nn.Module) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from liveroll.errors import UnsupportedModelError
@@ -24,6 +25,12 @@ def unwrap(model: Any) -> PreTrainedModel:
             if getattr(inner.active_peft_config, "is_prompt_learning", False):
                 raise UnsupportedModelError("prompt-learning adapters add virtual tokens that the engine does not feed")
             inner = inner.get_base_model()
+        elif isinstance(inner, FullyShardedDataParallel):
+            raise UnsupportedModelError(
+                "FullyShardedDataParallel shards weights in a way that no forward of the model inside it can gather; "
+                "use its successor, torch.distributed.fsdp.fully_shard",
+                generates=False,
+            )
         elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, DeepSpeed
             inner = inner.module
         else:

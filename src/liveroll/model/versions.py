@@ -15,6 +15,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 from torch._inductor.exc import InductorError
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -127,6 +128,15 @@ def cache_argument(model: nn.Module) -> str:
 def keeps_chosen_logits(model: nn.Module) -> bool:
     """Whether forward can compute the logits of chosen positions only; a few models before 5.0 cannot."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def model_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The devices that transformers divided a model over.
+
+    There is no public way to it, and early versions of 5 leave parameters that are plain tensors.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    return mesh if isinstance(mesh, DeviceMesh) else None
 
 
 class AttentionSwitch:

@@ -1,0 +1,78 @@
+"""The ranks that compute a model's layers together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from liveroll.distributed.agreement import any_rank, least_of
+from liveroll.errors import UnsupportedModelError
+from liveroll.model.signature import walk
+from liveroll.model.versions import model_mesh
+
+
+def find_group(model: nn.Module) -> ProcessGroup | None:
+    """The tensor-parallel group of a model: of transformers' or torch's device mesh, or of DeepSpeed's layers.
+
+    Returns:
+        None where no layer is divided, or only one rank has all of it.
+    """
+    modules = walk(model)
+    gathered = any(isinstance(module, FSDPModule) for module in modules)
+    for module in modules:
+        group = getattr(module, "mp_group", None)  # of DeepSpeed's AutoTP layers
+        if isinstance(group, ProcessGroup) and group.size() > 1:
+            return group
+    tensors: Iterator[Any] = (tensor for module in modules for tensor in module._parameters.values())
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    mesh = next(meshes, None) or model_mesh(model)
+    return None if mesh is None else _group_of(mesh, named=gathered)
+
+
+def _group_of(mesh: DeviceMesh, *, named: bool) -> ProcessGroup | None:
+    """The group of a mesh's dimension `tp`, or of its only one where that need not have the name."""
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        group = mesh.get_group("tp")
+    elif mesh.ndim == 1 and not named and not {"fsdp", "dp", "pp"} & set(names):
+        group = mesh.get_group()
+    else:
+        return None
+    return group if group.size() > 1 else None
+
+
+def check_logits(logits: Tensor, vocab_size: int, group: ProcessGroup | None) -> None:
+    """Refuse a model whose ranks would not sample the same tokens.
+
+    Args:
+        logits: `[..., V]` of one forward of the same tokens on every rank.
+        vocab_size: ids that the model is configured for.
+        group: the ranks that hold the model together, or None.
+
+    Raises:
+        UnsupportedModelError: the logits are divided among the ranks, or differ.
+    """
+    if group is None:
+        return
+    divided = isinstance(logits, DTensor) or logits.shape[-1] < vocab_size
+    if any_rank(divided, group, logits.device):
+        raise UnsupportedModelError(
+            "each rank computes the logits of a part of the vocabulary only, and none could sample from them; let the "
+            "plan of lm_head gather its output ('colwise_gather_output', or 'colwise_rep' before transformers 5)"
+        )
+    # The bits, so that numbers which are not numbers compare too.
+    bits = logits.detach().float().contiguous().view(torch.int32).long()
+    place = torch.arange(1, bits.numel() + 1, device=bits.device)
+    total = int((bits.flatten() * place).sum().item() % (1 << 62))
+    if least_of(total, group, logits.device) != -least_of(-total, group, logits.device):
+        raise UnsupportedModelError(
+            "the ranks of tp_group compute different logits for one prompt, so they do not hold shards of one model; "
+            "ranks that hold whole models each need no tp_group"
+        )

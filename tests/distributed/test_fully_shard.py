@@ -1,0 +1,264 @@
+"""Models whose weights `fully_shard` leaves to two ranks in parts roll out as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import WORLD
+from rollouts import tokens
+from scenarios import (
+    GREEDY,
+    VOCAB_SIZE,
+    Outcomes,
+    alone,
+    batch_of,
+    build,
+    engine_of,
+    prompts_of,
+    rounds,
+    run_all,
+    train,
+)
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from liveroll import ConfigError, GatherError, PromptError, UnsupportedModelError
+
+
+class Wrapper(nn.Module):
+    """Holds a model as DDP does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **arguments):
+        return self.module(**arguments)
+
+
+def sharded(model, root=None):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(root or model)
+
+
+def is_sharded(model):
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def hooks_of(model):
+    return [(list(m._forward_hooks.values()), list(m._forward_pre_hooks.values())) for m in model.modules()]
+
+
+def rolled_out(gather, wrap=None):
+    def scenario(rank):
+        model = build()
+        outer = Wrapper(model) if wrap else model
+        sharded(model, outer)
+        if wrap == "compile":
+            outer = torch.compile(outer, backend="eager")
+        engine = engine_of(outer, gather_weights=gather)
+        seen = rounds(engine, prompts_of(rank), lambda: train(outer.train(), model.parameters(), batch_of(rank)))
+        stats = engine.generate(prompts_of(rank), GREEDY).stats
+        left = is_sharded(model)
+        engine.shutdown()
+        return seen, (stats.captures, stats.replays > 0, stats.eager_reason), left
+
+    return scenario
+
+
+def unequal(rank):
+    """Rank 1 has no prompts, then both have, then rank 0 has none; routes differ, and one rank is refused."""
+    model = sharded(build())
+    seen = []
+    for gather in (True, False):
+        for route in ("packed", "ordinary"):
+            engine = engine_of(model, gather_weights=gather, prefill_route=route, max_slots=2)
+            for call in range(3):
+                rows = [] if call == 2 * (1 - rank) else prompts_of(rank)
+                batch = engine.generate(rows, GREEDY)
+                seen.append(tokens(batch) == (tokens_alone(rows)))
+            try:
+                engine.generate([[VOCAB_SIZE]] if rank else prompts_of(0), GREEDY)
+                seen.append(rank == 0)
+            except PromptError:
+                seen.append(rank == 1)
+    return seen, is_sharded(model)
+
+
+def tokens_alone(rows):
+    return tokens(engine_of(build()).generate(rows, GREEDY)) if rows else []
+
+
+def failing(rank):
+    """A hook of the trainer fails in the first forward of a layer, and is removed."""
+
+    class NoError(Exception):
+        pass
+
+    def fail(*_):
+        raise NoError
+
+    model = sharded(build())
+    before = hooks_of(model)
+    engine = engine_of(model)
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(NoError):
+        engine.generate(prompts_of(rank), GREEDY)
+    handle.remove()
+    left = is_sharded(model) and hooks_of(model) == before
+    return left, tokens(engine.generate(prompts_of(rank), GREEDY)), is_sharded(model) and hooks_of(model) == before
+
+
+def stale(rank):
+    """Weights change after a forward that leaves the root's unsharded."""
+    changed = build()
+    changed.model.norm.weight.data.neg_()
+    expected = tokens(engine_of(changed).generate(prompts_of(rank), GREEDY))
+    seen = []
+    for gather in (True, False):
+        model = sharded(build())
+        norm = model.model.norm.weight
+        with torch.no_grad():
+            model(input_ids=batch_of(rank))
+            assert not is_sharded(model)
+            norm.neg_()
+        seen.append(tokens(engine_of(model, gather_weights=gather).generate(prompts_of(rank), GREEDY)) == expected)
+    return seen
+
+
+def short(rank):
+    """Rank 1 has little memory."""
+    from liveroll.distributed import weights
+
+    free = weights.free_bytes
+    weights.free_bytes = lambda device: 1000 if rank else free(device)
+    try:
+        model = sharded(build())
+        batch = engine_of(model, gather_weights="auto").generate(prompts_of(rank), GREEDY)
+        with pytest.raises(GatherError) as refusal:
+            engine_of(model, gather_weights=True).generate(prompts_of(rank), GREEDY)
+    finally:
+        weights.free_bytes = free
+    return tokens(batch), batch.stats.eager_reason, str(refusal.value)
+
+
+def grouped(rank):
+    """Both ranks share a queue."""
+    model = sharded(build())
+    batch = engine_of(model, gather_weights=True).generate(prompts_of(rank), GREEDY, group=dist.group.WORLD)
+    with pytest.raises(GatherError):
+        engine_of(model, gather_weights=False).generate(prompts_of(rank), GREEDY, group=dist.group.WORLD)
+    return tokens(batch), is_sharded(model)
+
+
+def refused(rank):
+    model = build()
+    engine = engine_of(sharded(model, Wrapper(model)), gather_weights=False)
+    with pytest.raises(GatherError) as obstacle:
+        engine.generate(prompts_of(rank), GREEDY)
+    with pytest.raises(UnsupportedModelError) as stream:
+        engine.stream(prompts_of(rank), GREEDY)
+    with pytest.raises(UnsupportedModelError) as predecessor:
+        engine_of(FullyShardedDataParallel(build(), device_id=torch.device("cpu")))
+    with pytest.raises(ConfigError) as costs:
+        engine_of(model, costs="auto", prefill_route="auto")
+    return [str(refusal.value) for refusal in (obstacle, stream, predecessor, costs)]
+
+
+SCENARIOS = {
+    "gathered": rolled_out(True),
+    "layer by layer": rolled_out(False),
+    "wrapped": rolled_out("auto", "wrapper"),
+    "compiled": rolled_out("auto", "compile"),
+    "unequal": unequal,
+    "failing": failing,
+    "stale": stale,
+    "short": short,
+    "grouped": grouped,
+    "refused": refused,
+}
+
+
+def work(rank, report):
+    run_all(SCENARIOS, rank, report)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(work, list(SCENARIOS))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [alone(prompts_of(rank), [batch_of(0), batch_of(1)]) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("kind", ["gathered", "wrapped", "compiled"])
+def test_gathered_weights(outcomes, expected, kind):
+    """Guards against weights of before the step, forwards that reshard them, and weights left gathered."""
+    for rank, (seen, (_, replayed, eager_reason), left) in enumerate(outcomes.of(kind)):
+        assert seen == expected[rank]
+        assert (replayed, eager_reason) == (True, None)
+        assert left
+
+
+def test_weights_gathered_layer_by_layer(outcomes, expected):
+    """Guards against ranks that run different numbers of forwards, and captured steps without gathering hooks."""
+    for rank, (seen, (captures, replayed, eager_reason), left) in enumerate(outcomes.of("layer by layer")):
+        assert seen == expected[rank]
+        assert (captures, replayed) == (0, False)
+        assert "gather" in eager_reason
+        assert left
+
+
+def test_ranks_with_unequal_or_no_prompts(outcomes):
+    """Guards against a rank that ends, or is refused, while others wait for its part of the weights."""
+    for seen, left in outcomes.of("unequal"):
+        assert seen == [True] * 16
+        assert left
+
+
+def test_a_failed_call_leaves_the_weights_and_hooks(outcomes, expected):
+    """Guards against weights that stay gathered, and hooks that stay away, after an exception."""
+    for rank, (left, seen, left_again) in enumerate(outcomes.of("failing")):
+        assert left
+        assert seen == expected[rank][0][0]
+        assert left_again
+
+
+def test_memory_is_asked_for_on_every_rank(outcomes, expected):
+    """Guards against one rank that gathers while another has not the memory for it."""
+    for rank, (seen, eager_reason, refusal) in enumerate(outcomes.of("short")):
+        assert seen == expected[rank][0][0]
+        assert "gather" in eager_reason
+        assert "sharded by fully_shard" in refusal
+
+
+def test_weights_that_a_forward_left_unsharded_are_gathered_anew(outcomes):
+    """Guards against a rollout with what an earlier forward gathered."""
+    assert outcomes.of("stale") == [[True, True]] * WORLD
+
+
+def test_ranks_that_share_a_queue(outcomes, expected):
+    """Guards against a queue over weights that are not at hand, and a wait that no vote ends."""
+    for rank, (seen, left) in enumerate(outcomes.of("grouped")):
+        assert seen == expected[rank][0][0]
+        assert left
+
+
+def test_refusals(outcomes):
+    """Guards against calls that hang, and against silence about what would not hang."""
+    for obstacle, stream, predecessor, costs in outcomes.of("refused"):
+        assert "Wrapper" in obstacle
+        assert "use generate" in stream
+        assert "fully_shard" in predecessor
+        assert "liveroll calibrate" in costs
+
+
+def test_all_ranks_leave(outcomes):
+    """Guards against engines that keep a rank from leaving its group."""
+    assert outcomes.ended == [True] * WORLD
