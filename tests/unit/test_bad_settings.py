@@ -35,6 +35,8 @@ BAD_ROLLOUT = {
     "compile": [0, "yes", None],
     "fuse": [0, 1, "yes", None],
     "gather_weights": [0, 1, "yes", None],
+    "balance": ["", None, 1, "even"],
+    "rank_timeout": [0, 0.0, -1.0, *NOT_NUMBERS],
     "max_captures": [0, -1, *NOT_WHOLE],
     "run_ahead": [-1, *NOT_WHOLE],
     "seed": [-1, None, *NOT_WHOLE],
