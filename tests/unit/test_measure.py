@@ -151,10 +151,10 @@ class Rising:
 
 
 def test_the_pace_is_that_of_two_rows():
-    """Guards against a pace that counts what the very first call loads, or one of a range of a single width."""
+    """Guards against a pace that counts what the first call of a width loads, or one of a range of a single width."""
     watch = Rising()
     assert Pace.of(watch, WorkloadRange(min_length=4, max_length=10, max_batch=3)) == Pace(4.0, 4, 1.0)
-    assert watch.timed == [4, 4, 10]
+    assert watch.timed == [4, 10, 4, 10]
     assert Pace.of(watch, WorkloadRange(min_length=4, max_length=4, max_batch=3)) == Pace(4.0, 4, 0.0)
 
 
@@ -167,3 +167,13 @@ def test_a_call_that_captures_is_run_again():
         watch.time(Cell("packed", rows, 4, 3))
         assert engine.captures == captures
         assert engine.replays - before == (6 if before == 0 or rows == 4 else 3)
+
+
+def test_a_call_that_captures_its_prefill_is_run_again():
+    """Guards against the seconds of a capture in the time of a prefill."""
+    config = RolloutConfig(max_slots=2, max_length=200, profile=True, prefill_capture=True)
+    engine = RolloutEngine(zoo.build("llama"), config=config)
+    watch = Stopwatch(engine, zoo.VOCAB_SIZE)
+    for width, captures, replays in ((4, 1, 2), (4, 1, 3), (100, 2, 5)):
+        watch.time(Cell("packed", 1, width, 0))
+        assert (engine.prefill_captures, engine.prefill_replays) == (captures, replays)

@@ -85,7 +85,7 @@ class Stopwatch:
         prompts = draw_prompts([cell.width] * cell.rows, self._vocab_size, seed=repeat)
         sampling = replace(_GREEDY, max_new_tokens=cell.steps + 1)
         stats = self._engines[cell.route].generate(prompts, sampling).stats
-        if stats.captures:
+        if stats.captures or stats.prefill_captures:
             stats = self._engines[cell.route].generate(prompts, sampling).stats
         profile = stats.profile
         assert profile is not None
@@ -162,9 +162,10 @@ class Pace:
 
     @classmethod
     def of(cls, stopwatch: Stopwatch, work: WorkloadRange) -> Pace:
-        """By what the shortest and the longest row of a range take."""
+        """By what the shortest and the longest row of a range take, once each has loaded its kernels."""
         low, high = (Cell("equal_width", 1, width, 0) for width in (work.min_length, work.max_length))
-        stopwatch.time(low)
+        for cell in (low, high):
+            stopwatch.time(cell)
         first, last = (stopwatch.time(cell).wall_ms / 1e3 for cell in (low, high))
         return cls(first, low.width, max(last - first, 0.0) / max(high.width - low.width, 1))
 
