@@ -115,6 +115,20 @@ def test_traits_over_several_splits(device, window, softcap, with_sinks):
     check(query, *rest, AttentionTraits(0.3, window, softcap), sinks)
 
 
+def test_the_bound_changes_no_bit(device):
+    """Guards against a captured step, whose bound is higher, that sums in another order than an eager one."""
+    from liveroll.kernels.paged_attention import paged_attention
+
+    shape = {"heads": 4, "kv_heads": 1, "key_dim": 16, "value_dim": 16, "page_size": 16}
+    query, key, value, keys, values, layout = case(device, torch.float32, lengths=[1, 100, 129, 200, 500], **shape)
+    arrived = torch.zeros(len(query), dtype=torch.int32, device=query.device)
+    shared = (query, key, value, keys, values, layout.block_table, layout.lengths, layout.index, arrived)
+    traits = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+    expected = paged_attention(*shared, longest=500, **traits)
+    for longest in (512, 544, 1024, 4096, 32768):
+        assert paged_attention(*shared, longest=longest, **traits).equal(expected)
+
+
 def test_kv_write(device):
     """Guards against tokens written to the wrong page or head, from tensors that are not contiguous."""
     from liveroll.kernels.kv_write import write_kv

@@ -15,8 +15,6 @@ from torch import Tensor
 
 _BLOCK = 64
 _LEAST_CHUNK = 128
-# Every further split costs its launch and a part of the merge, also for rows that are too short to use it.
-_KEYS_A_SPLIT = 256
 _MOST_SPLITS = 32
 # Programs enough to fill a GPU of 132 multiprocessors a few times over.
 _PROGRAMS = 528
@@ -28,17 +26,17 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def _attend(
     query, key, value, keys, values, table, lengths, index, sinks, output, partial, weight, arrived,
     scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
-    k_page, k_token, k_head, v_page, v_token, v_head, table_row,
+    k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, K_DIM: tl.constexpr, K_DIM_P: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS_P: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.load(lengths + row).to(tl.int32)
     start = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
     count = end - start
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK, LEAST)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, LEAST)
     low = start + split * chunk
     if low >= end:
         return
@@ -112,7 +110,7 @@ def _attend(
     if count <= chunk:
         tl.store(to, result.to(output.dtype.element_ty), mask=stored)
         return
-    at_split = at_head * SPLITS + split
+    at_split = at_head * splits + split
     tl.store(partial + at_split[:, None] * V_DIM + vd[None, :], result, mask=stored)
     tl.store(weight + at_split, top + tl.log2(total), mask=in_group)
     tl.debug_barrier()
@@ -120,16 +118,16 @@ def _attend(
     if tl.atomic_add(arrived + row * HEADS + head, 1, sem="acq_rel") < used - 1:
         return
     tl.store(arrived + row * HEADS + head, 0)
-    s = tl.arange(0, SPLITS)
+    s = tl.arange(0, SPLITS_P)
     weights = tl.load(
-        weight + (at_head * SPLITS)[:, None] + s[None, :],
+        weight + (at_head * splits)[:, None] + s[None, :],
         mask=in_group[:, None] & (s < used)[None, :], other=float("-inf"), cache_modifier=".cg",
     )  # fmt: skip
     top = tl.where(in_group, tl.max(weights, 1), 0.0)
     total = tl.where(in_group, tl.sum(tl.exp2(weights - top[:, None]), 1), 1.0)
     acc = tl.zeros([GROUP_P, V_DIM_P], tl.float32)
-    for other in tl.static_range(SPLITS):
-        at_split = at_head * SPLITS + other
+    for other in tl.static_range(SPLITS_P):
+        at_split = at_head * splits + other
         there = in_group & (tl.full([GROUP_P], other, tl.int32) < used)
         w = tl.load(weight + at_split, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
@@ -182,8 +180,9 @@ def paged_attention(
     page_size, heads, value_dim = values.shape[1:]
     group = query_heads // heads
     reach = longest if window is None else min(longest, window)
-    wanted = min(_PROGRAMS // (rows * heads), -(-reach // _KEYS_A_SPLIT), _MOST_SPLITS)
-    splits = triton.next_power_of_2(max(wanted, 1))
+    # As many as the longest row can use: up to there they are cut alike whatever the bound, so that a captured step,
+    # which has a higher one, sums in the same order as an eager one.
+    splits = max(min(_PROGRAMS // (rows * heads), -(-reach // _LEAST_CHUNK), _MOST_SPLITS), 1)
     output = torch.empty(rows, query_heads, value_dim, dtype=query.dtype, device=query.device)
     partials = rows * query_heads * splits if splits > 1 else 0
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
@@ -194,11 +193,12 @@ def paged_attention(
         query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
         output, partial, weight, arrived, scale, softcap or 0.0,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        table.stride(0), WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        table.stride(0), splits, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-        HEADS=heads, PAGE=page_size, BLOCK=_BLOCK, LEAST=_LEAST_CHUNK, SPLITS=splits,
+        HEADS=heads, PAGE=page_size, BLOCK=_BLOCK, LEAST=_LEAST_CHUNK,
+        SPLITS_P=triton.next_power_of_2(splits),
         num_warps=4, num_stages=3 if query.dtype != torch.float32 else 1,
     )  # fmt: skip
     return output
