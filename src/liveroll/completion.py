@@ -90,6 +90,8 @@ class Completion:
         Raises:
             PromptError: the tokens are not whole numbers from 0 on.
         """
+        if not isinstance(token_ids, Iterable):
+            raise PromptError(f"a completion is extended by a list of token ids, and {token_ids!r} is none")
         forced = tuple(token_ids)
         for token in forced:
             if isinstance(token, bool) or not hasattr(token, "__index__") or token < 0:

@@ -15,8 +15,9 @@ from liveroll.config_checks import (
 )
 from liveroll.errors import ConfigError
 
-# Logits divided by less leave the range of fp32.
+# Logits divided by less, or multiplied by more, leave the range of fp32.
 _LEAST_TEMPERATURE = 1e-6
+_LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
 # Far more than any logit, and far from the range of fp32.
 _MOST_ADDED = 1e6
 # The alternatives of a token are found one by one, and its kept ids are copied to the host in every step.
@@ -42,7 +43,8 @@ class SamplingConfig:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
         min_p: keep tokens whose probability is at least this share of the most likely one's; 0 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or response.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or response;
+            between 1e-6 and 1e6.
         presence_penalty: subtracted from the logits of tokens already in the response. Not inherited.
         frequency_penalty: subtracted from the logit of a token once for each time that it stands in the response. Not
             inherited.
@@ -100,7 +102,7 @@ class SamplingConfig:
         check_whole(self, "top_k", low=0, optional=True)
         check_number(self, "top_p", low=0.0, high=1.0, low_open=True, optional=True)
         check_number(self, "min_p", low=0.0, high=1.0, optional=True)
-        check_number(self, "repetition_penalty", low=0.0, low_open=True, optional=True)
+        check_number(self, "repetition_penalty", low=_LEAST_PENALTY, high=_MOST_PENALTY, optional=True)
         check_number(self, "presence_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_number(self, "frequency_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_whole(self, "seed", low=0, optional=True)

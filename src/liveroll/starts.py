@@ -83,7 +83,7 @@ def read_prefixes(given: ResponsePrefix | None, prompts: int, tokenizer: Any, vo
     """
     if given is None:
         return (Start(),) * prompts
-    each = isinstance(given, list | tuple) and not all(isinstance(entry, int) for entry in given)
+    each = isinstance(given, list | tuple) and not all(isinstance(entry, int | np.integer) for entry in given)
     entries: Any = given if each else [given] * prompts
     if len(entries) != prompts:
         raise ConfigError(f"{len(entries)} response prefixes were given for {prompts} prompts; give one, or one each")

@@ -52,7 +52,7 @@ BAD_SAMPLING = {
     "top_k": [-1, *NOT_WHOLE],
     "top_p": [0, 0.0, -0.1, 1.01, *NOT_NUMBERS],
     "min_p": [-0.1, 1.01, *NOT_NUMBERS],
-    "repetition_penalty": [0, 0.0, -1.0, *NOT_NUMBERS],
+    "repetition_penalty": [0, 0.0, -1.0, 1e-7, 1e300, *NOT_NUMBERS],
     "presence_penalty": [None, 1e7, -1e7, *NOT_NUMBERS],
     "frequency_penalty": [None, 1e7, -1e7, *NOT_NUMBERS],
     "logit_bias": [5, [5], "ab", {-1: 1.0}, {"a": 1.0}, {"-1": 1.0}, {True: 1.0}, {1.5: 1.0}, {None: 1.0}]

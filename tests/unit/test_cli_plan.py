@@ -103,3 +103,10 @@ def test_bad_options(checkpoint, options, message):
     said = run(checkpoint, *options, expect=2)
     assert "error: " in said
     assert message in said
+
+
+def test_a_file_without_prompts(checkpoint, tmp_path):
+    """Guards against an error that does not name the file."""
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("\n", "utf-8")
+    assert "in.jsonl has no prompts" in run(checkpoint, "--prompts", prompts, expect=2)

@@ -108,7 +108,7 @@ def test_extended(kind):
     assert longer.extend([]) == longer
 
 
-@pytest.mark.parametrize("wrong", [[-1], [1.0], [True], ["1"], "ab", [None]], ids=str)
+@pytest.mark.parametrize("wrong", [[-1], [1.0], [True], ["1"], "ab", [None], None, 7], ids=str)
 def test_extended_by_what_is_no_token(wrong):
     """Guards against tokens that fail only on the device."""
     completion = engine().generate(PROMPTS[:1], SamplingConfig(max_new_tokens=3)).completions[0]
@@ -242,6 +242,12 @@ def test_prefixes_that_cannot_be(name):
     given, error, message = BAD_PREFIXES[name]
     with pytest.raises(error, match=message):
         engine().generate([[1], [2]], SAMPLING, response_prefix=given)
+
+
+def test_a_prefix_of_numpy_integers():
+    """Guards against the ids of one prefix taken for prefixes of several prompts."""
+    given = engine().generate([[1], [2]], SAMPLING, response_prefix=list(np.array([7, 8])))
+    assert [completion.token_ids[:2] for completion in given.completions] == [(7, 8)] * len(given.completions)
 
 
 def test_prefixes_where_nothing_is_new():

@@ -145,6 +145,9 @@ def test_a_model(checkpoint):
     other = json.loads(run("--model", checkpoint, "--device", "cpu", "--no-capture", "--no-fuse", "--json"))["model"]
     assert other["captured"] == "no: RolloutConfig.capture is False"
     assert other["fused"] == "no: RolloutConfig.fuse is False"
+    for untried in (("--route", "ordinary"), ("--parity", "--max-new-tokens", "1")):
+        told = json.loads(run("--model", checkpoint, "--device", "cpu", *untried, "--json"))["model"]
+        assert told["captured"] == "not tried: the engine itself ran no decode step"
 
 
 def test_a_model_that_cannot_be_rolled_out(tmp_path):
@@ -164,7 +167,9 @@ def test_a_model_that_cannot_be_rolled_out(tmp_path):
     told = json.loads(run("--model", tmp_path, "--device", "cpu", "--json", expect=1))
     assert told["healthy"] is False
     assert "rotary embedding" in told["model"]["rollout"]
-    assert "rotary embedding" in run("--model", tmp_path, "--device", "cpu", "--parity", expect=2)
+    told = json.loads(run("--model", tmp_path, "--device", "cpu", "--parity", "--json", expect=1))
+    assert told["healthy"] is False
+    assert "rotary embedding" in told["model"]["rollout"]
 
 
 def test_parity_of_a_file(checkpoint, tmp_path):
@@ -189,6 +194,9 @@ def test_parity_of_a_file(checkpoint, tmp_path):
     assert "line 2" in run(*options, expect=2)
     prompts.write_text("\n", "utf-8")
     assert "has no prompts" in run(*options, expect=2)
+    prompts.write_text("nonsense\n", "utf-8")
+    assert "1 bad line in" in (said := run(*options, expect=2))
+    assert "--skip-bad" not in said
 
 
 @pytest.mark.parametrize(
@@ -203,7 +211,7 @@ def test_parity_of_a_file(checkpoint, tmp_path):
         (("--model", "tiny", "--slots", "0"), "RolloutConfig.max_slots must be at least 1"),
         (("--model", "tiny", "--route", "fast"), "RolloutConfig.prefill_route must be one of packed, "),
         (("--model", "tiny", "--dtype", "int8"), "dtype must be one of"),
-        (("--model", "nowhere/none"), "cannot load the model"),
+        (("--model", "nowhere/none"), "cannot load the model 'nowhere/none': there is no such folder, "),
     ],
 )
 def test_bad_options(options, message, monkeypatch):

@@ -69,7 +69,7 @@ def test_all_bad_lines_are_named_by_their_number_in_the_file(tmp_path: Path) -> 
     file = read(tmp_path, {"prompt": "a"}, "", "nonsense", {"prompt": "b"}, {"prompt": 1})
     assert [line.number for line in file.bad] == [3, 5]
     assert [job.index for job in file.jobs] == [0, 3]
-    with pytest.raises(PromptError, match=r"(?s)2 bad lines in .*--skip-bad:\n  line 3: .*\n  line 5: "):
+    with pytest.raises(PromptError, match=r"(?s)2 bad lines in .*; correct the file:\n  line 3: .*\n  line 5: "):
         refuse_bad_lines(file.path, file.bad)
 
 

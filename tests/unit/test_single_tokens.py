@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_named(own, error, message):
 def test_tokens_that_do_not_exist(name):
     """Guards against an id outside the vocabulary being written behind a row."""
     value = {zoo.VOCAB_SIZE: 1.0} if name == "logit_bias" else (zoo.VOCAB_SIZE,)
-    with pytest.raises(ConfigError, match="of this model, 0 to 96"):
+    with pytest.raises(ConfigError, match=rf"SamplingConfig.{name} holds \[97\].* 0 to 96"):
         resolve(**{name: value})
 
 

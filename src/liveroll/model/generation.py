@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,9 @@ def resolve_sampling(
         UnsupportedGenerationError: the settings ask for something the engine does not do, or the preparer
             changed the batch, PAD or what the request gives.
     """
+    biased = tuple(dict(sampling.logit_bias or ()))
+    _check_vocabulary("SamplingConfig.logit_bias", biased, vocab_size)
+    _check_vocabulary("SamplingConfig.forbidden_tokens", sampling.forbidden_tokens or (), vocab_size)
     request = _preparer_kwargs(model, sampling)
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     handed = {name: tensor.clone() for name, tensor in batch.items()}
@@ -239,7 +243,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     outside = [token for token in token_ids if not 0 <= token < vocab_size]
     if outside:
-        raise ConfigError(f"{field} holds {outside}; the ids of this model are 0 to {vocab_size - 1}")
+        raise ConfigError(f"{field} holds {reprlib.repr(outside)}; the ids of this model are 0 to {vocab_size - 1}")
 
 
 def _number(

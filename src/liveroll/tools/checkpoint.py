@@ -52,7 +52,8 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model {name!r}: {error}") from error
+        missing = "" if Path(name).is_dir() else "there is no such folder, and as the id of a model on the Hub: "
+        raise ConfigError(f"cannot load the model {name!r}: {missing}{error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):

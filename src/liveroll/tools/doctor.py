@@ -99,8 +99,7 @@ def run_doctor(options: DoctorOptions) -> Diagnosis:
 
     Raises:
         ConfigError: the model or device cannot be used, or the engine's options are none.
-        PromptError: the prompts file has bad lines, or settings of its own.
-        LiverollError: the model cannot be rolled out, and parity was asked for; or as `RolloutEngine.generate` raises.
+        PromptError: the prompts file has bad lines, or settings of its own, or a prompt that is too long.
     """
     config = RolloutConfig(
         max_slots=options.slots,
@@ -116,11 +115,13 @@ def run_doctor(options: DoctorOptions) -> Diagnosis:
         return Diagnosis(environment, {}, None, True)
     checkpoint = load_checkpoint(options.model, options.dtype, options.device)
     described = _describe_model(checkpoint.model)
-    if options.parity:
-        return _measure(options, checkpoint, config, prompts, environment, described)
     try:
+        if options.parity:
+            return _measure(options, checkpoint, config, prompts, environment, described)
         described |= _try_out(checkpoint, config)
     except LiverollError as error:
+        if options.parity and isinstance(error, ConfigError | PromptError):
+            raise
         return Diagnosis(environment, described | {"rollout": f"no: {error}"}, None, False)
     return Diagnosis(environment, described, None, True)
 
@@ -212,7 +213,7 @@ def _measure(
     )
     engine = RolloutEngine(checkpoint.model, checkpoint.tokenizer, config)
     parity = measure_parity(engine, checkpoint.model, prompts or default_prompts(checkpoint), sampling)
-    described |= _describe_steps(engine, parity.batch.stats)
+    described |= {"rollout": "yes"} | _describe_steps(engine, parity.batch.stats)
     return Diagnosis(environment, described, parity, parity.near)
 
 
@@ -252,23 +253,30 @@ def _describe_model(model: Any) -> dict[str, str]:
 
 def _describe_steps(engine: Any, stats: Any) -> dict[str, str]:
     """How the decode steps of a call were run, and why not otherwise."""
-    device = engine._model.device
-    captured = "yes" if device.type == "cuda" else "yes, as steps run again: CUDA graphs need a GPU"
-    compiled = "no: RolloutConfig.compile is False"
-    if engine.config.compile == "auto" and device.type != "cuda":
-        compiled = "no: auto compiles on a GPU only"
-    elif engine.config.compile:
-        compiled = f"no: {stats.uncompiled_reason}" if stats.uncompiled_reason else "yes"
+    on_gpu = engine._model.device.type == "cuda"
+    tried = bool(stats.captures or stats.replays)
+    untried = "not tried: the engine itself ran no decode step"
+    captured = "yes" if on_gpu else "yes, as steps run again: CUDA graphs need a GPU"
     fused = "no: RolloutConfig.fuse is False"
     if engine.config.fuse:
         fusion = engine.fusion
         refused = "; ".join(f"not {name}: {reason}" for name, reason in list(fusion.refused.items())[:3])
         fused = f"{len(fusion.fused)} groups of projections" + (f"; {refused}" if refused else "")
     return {
-        "captured": f"no: {stats.eager_reason}" if stats.eager_reason else captured,
-        "compiled": compiled,
+        "captured": f"no: {stats.eager_reason}" if stats.eager_reason else captured if tried else untried,
+        "compiled": _describe_compilation(engine.config.compile, on_gpu, stats, untried),
         "fused": fused,
     }
+
+
+def _describe_compilation(asked: bool | str, on_gpu: bool, stats: Any, untried: str) -> str:
+    if not asked:
+        return "no: RolloutConfig.compile is False"
+    if asked == "auto" and not on_gpu:
+        return "no: auto compiles on a GPU only"
+    if stats.uncompiled_reason:
+        return f"no: {stats.uncompiled_reason}"
+    return "yes" if stats.captures or stats.replays or stats.eager_reason else untried
 
 
 def _read_prompts(path: Path) -> list[Prompt]:

@@ -142,7 +142,7 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
 
 def _settle_bad_lines(options: GenerateOptions, bad: Sequence[BadLine], console: Console) -> None:
     if not options.skip_bad:
-        refuse_bad_lines(options.prompts, bad)
+        refuse_bad_lines(options.prompts, bad, "correct the file or give --skip-bad")
     for line in bad:
         console.print(f"passed over line {line.number}: {line.reason}", markup=False, highlight=False)
 

@@ -111,8 +111,13 @@ def read_jobs(path: Path, sampling: SamplingConfig) -> JobFile:
     return JobFile(path, tuple(jobs), tuple(bad), hashlib.sha256(data).hexdigest())
 
 
-def refuse_bad_lines(path: Path, bad: Sequence[BadLine]) -> None:
+def refuse_bad_lines(path: Path, bad: Sequence[BadLine], advice: str = "correct the file") -> None:
     """Raise one error that names every bad line.
+
+    Args:
+        path: the file.
+        bad: its bad lines.
+        advice: what to do about them.
 
     Raises:
         PromptError: `bad` is not empty.
@@ -120,7 +125,7 @@ def refuse_bad_lines(path: Path, bad: Sequence[BadLine]) -> None:
     if bad:
         listed = "\n".join(f"  line {line.number}: {line.reason}" for line in bad)
         lines = "1 bad line" if len(bad) == 1 else f"{len(bad)} bad lines"
-        raise PromptError(f"{lines} in {path}; correct the file or give --skip-bad:\n{listed}")
+        raise PromptError(f"{lines} in {path}; {advice}:\n{listed}")
 
 
 def _job_of(raw: bytes, index: int, sampling: SamplingConfig) -> Job:

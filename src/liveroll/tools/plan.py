@@ -54,7 +54,7 @@ def run_plan(options: PlanOptions) -> RoutePlan:
 
     Raises:
         ConfigError: both or neither of prompts and lengths are given, or the model or costs cannot be used.
-        PromptError: the prompts file has bad lines, or the lengths are none.
+        PromptError: the prompts file has bad lines or no prompts, or the lengths are none.
         LiverollError: as `RolloutEngine.plan` raises.
     """
     if (options.prompts is None) == (options.lengths is None):
@@ -66,6 +66,8 @@ def run_plan(options: PlanOptions) -> RoutePlan:
     if options.prompts is not None:
         file = read_jobs(options.prompts, options.sampling)
         refuse_bad_lines(options.prompts, file.bad)
+        if not file.jobs:
+            raise PromptError(f"{options.prompts} has no prompts")
         prompts, sampling = [job.prompt for job in file.jobs], [job.sampling for job in file.jobs]
     else:
         lengths = _read_lengths(options.lengths or "")
