@@ -24,7 +24,7 @@ PROMPTS = 32  # in a round
 
 
 def load(student: str | None, teacher: str | None, device: str):
-    if student is None or teacher is None:
+    if student is None:
         taught, tokenizer = load_embedded()
         model = copy.deepcopy(taught)
         with torch.no_grad():  # forget a little, for something to learn
@@ -72,6 +72,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cuda", action="store_true", help="train on a GPU")
     options = parser.parse_args(arguments)
+    if (options.student is None) != (options.teacher is None):
+        parser.error("a student needs a teacher: give two folders, or none")
+    if not 0 <= options.beta <= 1:
+        parser.error(f"--beta must be from 0 to 1, not {options.beta}")
 
     torch.manual_seed(options.seed)
     student, teacher, tokenizer = load(options.student, options.teacher, "cuda" if options.cuda else "cpu")

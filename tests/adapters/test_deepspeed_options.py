@@ -76,6 +76,22 @@ def test_names_and_their_order():
     assert (cfg.continuous_decode_cost_ms, cfg.prefill_max_tokens) == (10.0, 65536)
 
 
+def test_the_base_class_of_rollout_engines():
+    """Guards against liveroll's engine being imported where a script asks for DeepSpeed's base class of that name."""
+
+    class Own(adapter.RolloutEngine):
+        def generate(self, request, sampling):
+            return request
+
+        def sync_weights(self, step):
+            pass
+
+    assert isinstance(rollout_of(), adapter.RolloutEngine)
+    assert (Own().name, Own().generate(3, None), Own().shutdown()) == ("base", 3, None)
+    with pytest.raises(TypeError, match="abstract"):
+        adapter.RolloutEngine()
+
+
 @pytest.mark.parametrize("slots", [None, 2, 32])
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_greedy_tokens_are_those_of_generate(options, slots):
@@ -273,8 +289,14 @@ def test_reports():
 def test_options_of_other_objects():
     """Guards against options given as a mapping, a namespace or to the factory being lost."""
     engine = SimpleNamespace(module=zoo.build("llama"))
-    for cfg in ({"enable_profiling": True}, SimpleNamespace(engine="hybrid_engine", enable_profiling=True)):
+
+    class ByClass:
+        engine, enable_profiling = "hybrid_engine", True
+
+    named = {"engine": "hybrid_engine", "enable_profiling": True}
+    for cfg in (named, SimpleNamespace(**named), ByClass()):
         assert HybridEngineRollout(engine, tokenizer(), cfg).cfg == HybridEngineRolloutConfig(enable_profiling=True)
+        assert build_rollout(cfg, engine, tokenizer()).cfg == HybridEngineRolloutConfig(enable_profiling=True)
     built = build_rollout(RolloutConfig("hybrid_engine", True), engine, tokenizer())
     assert built.cfg == HybridEngineRolloutConfig(use_graph_capture=True)
     assert (built.engine, built.sync_weights(3)) == (engine, None)
@@ -287,6 +309,11 @@ def test_options_of_other_objects():
     changed = SamplingConfig(4)
     changed.max_new_tokens, changed.temperature = 2, 0.0
     assert built.generate(RolloutRequest(IDS, MASK), changed).seq_len == WIDTH + 2
+
+    class ByClassToo:
+        max_new_tokens, temperature = 3, 0.0
+
+    assert built.generate(RolloutRequest(IDS, MASK), ByClassToo()).seq_len == WIDTH + 3
     changed.top_p = 7.0
     with pytest.raises(ConfigError, match="top_p"):
         built.generate(RolloutRequest(IDS, MASK), changed)

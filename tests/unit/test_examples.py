@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from statistics import mean
 
+import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +32,15 @@ def test_distillation_brings_the_student_to_the_teacher(capsys):
     divergences = run("distill.py", "--rounds", "12")
     assert mean(divergences[-3:]) < mean(divergences[:3]) / 2
     assert len(capsys.readouterr().out.splitlines()) == 12
+
+
+@pytest.mark.parametrize("wrong", [["student"], ["--beta", "2"], ["--beta", "nan"]])
+def test_distillation_without_a_teacher_or_a_divergence(wrong, capsys):
+    """Guards against a student that is named and passed over for the tiny model, and a traceback for a bad beta."""
+    with pytest.raises(SystemExit):
+        run("distill.py", "--rounds", "1", *wrong)
+    message = capsys.readouterr().err
+    assert "a student needs a teacher" in message or "--beta must be from 0 to 1" in message
 
 
 def test_the_divergence():

@@ -6,6 +6,8 @@ Names, arguments and their order are those of DeepSpeed 0.19.8. DeepSpeed itself
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -28,7 +30,7 @@ from liveroll.adapters.packages import load_package
 from liveroll.config import RolloutConfig as EngineConfig
 from liveroll.config import check_config
 from liveroll.distributed.agreement import least_of
-from liveroll.engine import RolloutEngine
+from liveroll.engine import RolloutEngine as Engine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
 from liveroll.types import RolloutRequest
@@ -38,6 +40,7 @@ __all__ = [
     "HybridEngineRolloutConfig",
     "RolloutBatch",
     "RolloutConfig",
+    "RolloutEngine",
     "RolloutRequest",
     "SamplingConfig",
     "build_rollout",
@@ -74,7 +77,25 @@ class RolloutBatch:
         return int(self.input_ids.shape[1])
 
 
-class HybridEngineRollout:
+class RolloutEngine(ABC):
+    """What a trainer asks of a rollout engine: the base class that DeepSpeed has by that name, for one of your own."""
+
+    name: str = "base"
+
+    @abstractmethod
+    def generate(self, request: Any, sampling: Any) -> Any:
+        """Prompts and responses in one batch."""
+
+    @abstractmethod
+    def sync_weights(self, step: int) -> None:
+        """Take the weights of that step."""
+
+    def shutdown(self) -> None:
+        """Free what is held. Nothing, by default."""
+        return
+
+
+class HybridEngineRollout(RolloutEngine):
     """Rolls out the model that a DeepSpeed engine trains: plain, or under ZeRO stage 1 or 2.
 
     Responses end where `model.generate` ends them, and at the tokenizer's EOS. Random numbers come from PyTorch's
@@ -162,7 +183,7 @@ class HybridEngineRollout:
         return self._continuous
 
     @property
-    def rollouts(self) -> RolloutEngine:
+    def rollouts(self) -> Engine:
         """The engine underneath. Calls of other shapes may replace it by one with more slots."""
         return self._rollouts
 
@@ -183,8 +204,8 @@ class HybridEngineRollout:
         own = int(torch.randint(2**62, ()))
         return least_of(own, self._tp_group, unwrap(self.engine.module).device)
 
-    def _make_engine(self, config: EngineConfig) -> RolloutEngine:
-        return RolloutEngine(self.engine.module, config=config, tp_group=self._tp_group)
+    def _make_engine(self, config: EngineConfig) -> Engine:
+        return Engine(self.engine.module, config=config, tp_group=self._tp_group)
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         own = _token_ids(unwrap(self.engine.module).generation_config.eos_token_id)
@@ -208,7 +229,7 @@ def build_rollout(
     """Make the rollout engine that a configuration names.
 
     Args:
-        rollout_cfg: a `RolloutConfig`, or any object with an attribute `engine`, `"hybrid_engine"`, and options of
+        rollout_cfg: a `RolloutConfig`, or a mapping or any object with an `engine`, `"hybrid_engine"`, and options of
             `HybridEngineRolloutConfig`.
         student_engine: the DeepSpeed engine of the model.
         tokenizer: its tokenizer.
@@ -217,7 +238,8 @@ def build_rollout(
     Raises:
         ConfigError: the configuration names another engine or holds an unknown option, or something is missing.
     """
-    check_engine(getattr(rollout_cfg, "engine", None))
+    mapping = isinstance(rollout_cfg, Mapping)
+    check_engine(rollout_cfg.get("engine") if mapping else getattr(rollout_cfg, "engine", None))
     if student_engine is None or tokenizer is None:
         raise ConfigError("a hybrid_engine rollout needs both student_engine and tokenizer")
     if unknown := kwargs.keys() - {"engine_config"}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from liveroll import config as engine_config
@@ -178,7 +178,7 @@ def read_config(given: Any) -> HybridEngineRolloutConfig:
         return replace(given)
     if not isinstance(given, Mapping) and not hasattr(given, "__dict__"):
         raise ConfigError(f"cfg must be a HybridEngineRolloutConfig, not {given!r}")
-    options = dict(given if isinstance(given, Mapping) else vars(given))
+    options = dict(given) if isinstance(given, Mapping) else _attributes(given, HybridEngineRolloutConfig)
     check_engine(options.pop("engine", ENGINE))
     return HybridEngineRolloutConfig(**options)
 
@@ -191,7 +191,14 @@ def read_sampling(given: Any) -> SamplingConfig:
     """
     if not hasattr(given, "__dict__"):
         raise ConfigError(f"sampling must be a SamplingConfig, not {given!r}")
-    return SamplingConfig(**vars(given))
+    return SamplingConfig(**_attributes(given, SamplingConfig))
+
+
+def _attributes(given: Any, kind: type[HybridEngineRolloutConfig | SamplingConfig]) -> dict[str, Any]:
+    """All that was set on an object, and the options that its class sets."""
+    options = {field.name: getattr(given, field.name) for field in fields(kind) if hasattr(given, field.name)}
+    options.update(vars(given))
+    return options
 
 
 def check_engine(name: Any) -> None:
