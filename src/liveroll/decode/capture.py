@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from threading import Lock
 from typing import Protocol
 
 import torch
 
 Step = Callable[[], None]
+
+# Engines in several threads capture one after the other, since they do it on one stream.
+_capturing = Lock()
 
 
 class CapturedStep(Protocol):
@@ -63,22 +68,23 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools = [torch.cuda.graph_pool_handle()]
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _side_stream(device)
         self._flag = torch.zeros(1, device=device)
 
     def capture(self, step: Step) -> CapturedStep:
         """Warm up and record on a side stream."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(self._WARM_UPS):
-                step()
-        current.wait_stream(self._stream)
-        try:
-            return self._record(step)
-        except Exception:
-            self._recover()
-            raise
+        with _capturing:
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(self._WARM_UPS):
+                    step()
+            current.wait_stream(self._stream)
+            try:
+                return self._record(step)
+            except Exception:
+                self._recover()
+                raise
 
     def bytes(self) -> int:
         """Bytes of the segments of the pools."""
@@ -100,6 +106,12 @@ class CudaGraphs:
 
     def _do_little(self) -> None:
         self._flag.zero_()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: for each one that it was used on, cuBLAS keeps a workspace of 32 MiB for good."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
