@@ -160,6 +160,16 @@ def test_samples_with_continuous_batching(options):
     assert (resolved.temperature, resolved.top_p, resolved.top_k) == (0.9, 0.95, 20)
 
 
+def test_a_request_that_changes():
+    """Guards against requests that scripts cannot write to, as they can to DeepSpeed's, and shapes told of too late."""
+    request = RolloutRequest(IDS[:2], MASK[:2])
+    request.prompt_ids, request.prompt_attention_mask = IDS, MASK
+    assert rollout_of().generate(request, SamplingConfig(BUDGET, 0.0)).batch_size == len(PROMPTS)
+    for ids, mask in ((IDS[0], MASK[0]), (IDS, MASK[:2]), (IDS, MASK[:, 1:])):
+        with pytest.raises(PromptError, match=r"must both be \[B, T_p\]"):
+            RolloutRequest(ids, mask)
+
+
 def test_a_mask_of_the_requests_kind():
     """Guards against a mask of another dtype than DeepSpeed returns."""
     rollout = rollout_of()

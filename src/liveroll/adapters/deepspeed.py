@@ -33,7 +33,6 @@ from liveroll.distributed.agreement import least_of
 from liveroll.engine import RolloutEngine as Engine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
-from liveroll.types import RolloutRequest
 
 __all__ = [
     "HybridEngineRollout",
@@ -48,6 +47,27 @@ __all__ = [
 
 # What DeepSpeed keeps beside its rollouts, and what takes ours as they are.
 _DEEPSPEED_OWN = ("JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
+
+
+@dataclass
+class RolloutRequest:
+    """Prompts, padded on the left.
+
+    Attributes:
+        prompt_ids: `[B, T_p]` int64 token ids.
+        prompt_attention_mask: `[B, T_p]`, nonzero at the tokens of prompts.
+
+    Raises:
+        PromptError: a shape that is not that.
+    """
+
+    prompt_ids: Tensor
+    prompt_attention_mask: Tensor
+
+    def __post_init__(self) -> None:
+        shapes = [tuple(ids.shape) for ids in (self.prompt_ids, self.prompt_attention_mask)]
+        if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+            raise PromptError(f"prompt_ids {shapes[0]} and prompt_attention_mask {shapes[1]} must both be [B, T_p]")
 
 
 @dataclass
@@ -155,7 +175,7 @@ class HybridEngineRollout(RolloutEngine):
         ids, mask = request.prompt_ids, request.prompt_attention_mask
         seed = self._draw_seed() if settings.temperature > 0 else None
         self._provide(settings, len(ids))
-        batch = self._rollouts.generate(RolloutRequest(ids, mask), settings.resolve(self._stop_token_ids(), seed))
+        batch = self._rollouts.generate(types.RolloutRequest(ids, mask), settings.resolve(self._stop_token_ids(), seed))
         slots = self._rollouts.config.max_slots
         self._profile = describe_profile(batch, slots) or self._profile
         if settings.continuous_batch_size is not None:
