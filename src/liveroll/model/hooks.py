@@ -81,17 +81,22 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     """
     # Asked for before each call: names are looked up only where one is needed.
     for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if "ds_id" in vars(parameter) and vars(parameter).get("ds_shape") != parameter.shape:
-                owner = _path(model, module, name)
-                return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
-        if any(map(gathers_weights, (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))):
-            return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
-        if "_hf_hook" in vars(module):
+        if module._parameters:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _is_partitioned(parameter):
+                    owner = _path(model, module, name)
+                    return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks and any(map(gathers_weights, hooks.values())):
+                return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
+        if "_hf_hook" in module.__dict__:
             return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    attributes = parameter.__dict__
+    return "ds_id" in attributes and attributes.get("ds_shape") != parameter.shape
 
 
 def _path(model: nn.Module, wanted: nn.Module, *name: str) -> str:
