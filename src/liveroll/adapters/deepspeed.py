@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from liveroll import types
 from liveroll.adapters.deepspeed_config import (
@@ -30,6 +29,7 @@ from liveroll.adapters.packages import load_package
 from liveroll.config import RolloutConfig as EngineConfig
 from liveroll.config import check_config
 from liveroll.distributed.agreement import least_of
+from liveroll.distributed.tensor_parallel import find_group
 from liveroll.engine import RolloutEngine as Engine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
@@ -148,7 +148,7 @@ class HybridEngineRollout(RolloutEngine):
         if not pads:
             raise ConfigError("the tokenizer has neither a pad nor an eos token; set tokenizer.pad_token")
         self._pad = pads[0]
-        self._tp_group = _tensor_parallel_group(engine)
+        self._tp_group = find_group(unwrap(engine.module))
         self._rollouts = self._make_engine(self.cfg.over(self._given))
         self._profile: dict[str, Any] | None = None
         self._continuous: dict[str, Any] | None = None
@@ -281,12 +281,3 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, Tensor):
         value = value.tolist()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
-
-
-def _tensor_parallel_group(engine: Any) -> ProcessGroup | None:
-    """The ranks that hold shards of the engine's model, where it is tensor-parallel."""
-    size = getattr(engine, "autotp_size", None)
-    if not callable(size) or size() <= 1:
-        return None
-    group: ProcessGroup = engine.mpu.get_tensor_model_parallel_group()
-    return group

@@ -21,7 +21,7 @@ from liveroll.decode.room import make_room
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
-from liveroll.decode.upload import upload
+from liveroll.decode.upload import upload, upload_into
 from liveroll.distributed.agreement import any_rank, least_of
 from liveroll.errors import CaptureError, CompileError
 from liveroll.kv.budget import check_fits
@@ -282,7 +282,7 @@ class Decoder:
         rows[: len(slots)] = slots
         if not np.array_equal(rows, self._rows):
             assert self._rows_on_device is not None
-            self._rows_on_device[:rung] = upload(rows, self._model.device)
+            upload_into(rows, self._rows_on_device[:rung])
             self._rows = rows
 
     def _need_of_hooks(self, modules: Sequence[nn.Module]) -> str | None:
