@@ -24,9 +24,9 @@ logger = logging.getLogger("liveroll")
 class TunedForward:
     """Runs the model over one new token of each of several rows, or over packed sequences.
 
-    Compiled code serves any number of rows, or of tokens in the one packed row, but for a single one. It takes the
-    weights as they are when it runs, and knows neither pages nor rows, so nothing of an engine's life makes it compile
-    again.
+    Compiled code serves any number of rows, or of tokens and prompts in the one packed row, but for a single one. It
+    takes the weights as they are when it runs, and knows neither pages nor rows, so nothing of an engine's life makes it
+    compile again.
 
     Args:
         model: the model.
@@ -72,6 +72,8 @@ class TunedForward:
         if tokens.shape[self._varying] > 1:
             for given in (tokens, positions):
                 torch._dynamo.maybe_mark_dynamic(given, self._varying)
+        if isinstance(keep, Tensor) and len(keep) > 1:
+            torch._dynamo.maybe_mark_dynamic(keep, 0)
         try:
             logits: Tensor = self._compiled(tokens, positions, keep)
         except COMPILE_FAILURES as error:
