@@ -12,7 +12,7 @@ from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
 from liveroll.model.probe import probe
-from liveroll.planning.prefill import Forward
+from liveroll.planning.prefill import Forward, PrefillPlan
 from liveroll.prefill.logits import PromptLogits
 from liveroll.prefill.runner import PrefillRunner
 
@@ -29,7 +29,8 @@ def test_pages_that_others_have_written_are_left_alone(width):
         back.prompt, new.prompt = back.prompt % 97, new.prompt % 97
         back.pages, back.borrowed, new.pages = [3, 5, 1], 2, [6]
         runner = PrefillRunner(ModelForward(model), guard, storage, ReferenceAttention())
-        runner.run([back, new], Forward((0, 1), width), "packed" if width is None else "equal_width")
+        plan = PrefillPlan("packed" if width is None else "equal_width", (Forward((0, 1), width),))
+        list(runner.run([back, new], plan))
     for tensor in (*storage.keys, *storage.values):
         written = tensor.flatten(2).ne(0).any(dim=2)
         assert written[1:].nonzero().tolist() == [[0, 0], [0, 1], [5, 0], [5, 1], [5, 2]]

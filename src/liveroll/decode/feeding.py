@@ -16,6 +16,7 @@ from liveroll.errors import CompileError
 from liveroll.kv.cache import PassingCache
 from liveroll.model.forward import ModelForward
 from liveroll.model.fusion import Fusion
+from liveroll.model.rewriting import rewrite
 from liveroll.model.versions import COMPILE_FAILURES, inductor, last_recompile_reason
 
 logger = logging.getLogger("liveroll")
@@ -25,8 +26,8 @@ class TunedForward:
     """Runs the model over one new token of each of several rows, or over packed sequences.
 
     Compiled code serves any number of rows, or of tokens and prompts in the one packed row, but for a single one. It
-    takes the weights as they are when it runs, and knows neither pages nor rows, so nothing of an engine's life makes it
-    compile again.
+    takes the weights as they are when it runs, and knows neither pages nor rows, so nothing of an engine's life makes
+    it compile again.
 
     Args:
         model: the model.
@@ -91,6 +92,7 @@ class TunedForward:
         return self._forward(tokens, positions, PassingCache(), keep=keep)
 
     def _count(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        rewrite(graph)
         compiled = inductor(graph, inputs)
         self._compiled_graphs += 1
         return compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -80,10 +81,6 @@ class StepRunner:
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step."""
-        self._timeline.enter("cache")
-        if self._table_version != self._scheduler.table_version:
-            self._decoder.state.load_table(self._scheduler.block_table)
-            self._table_version = self._scheduler.table_version
         report = self._run_prefill(plan) if isinstance(plan, PrefillStep) else self._run_decode(plan)
         self._timeline.launched()
         arrived = None
@@ -120,19 +117,20 @@ class StepRunner:
             self._prefill.capture_for(requests, prefill.forwards)
         self._timeline.launch("prefill")
         self.prefilled_rows += len(plan.admitted)
+        outputs = iter(()) if prefill is None else self._prefill.run(requests, prefill)
+        # The device runs the first forward while the host sets up the slots.
+        begun = list(islice(outputs, 1))
         slots = self._decoder.state.admit(plan.admitted)
         sampled: list[tuple[np.ndarray, Tensor]] = []
         if earlier := [source for source in takers if source < 0]:
             logits = self._logits.of([plan.group_of(source) for source in earlier])
             sampled.append(self._sample(logits, [takers[source] for source in earlier], slots))
-        if prefill is not None:
-            for forward in prefill.forwards:
-                logits = self._prefill.run(requests, forward, prefill.route)
-                sources = [run[index] for index in forward.indices]
-                for place, source in enumerate(sources):
-                    if source in plan.kept:
-                        self._logits.keep(plan.group_of(source), logits[place])
-                sampled.append(self._sample(logits, [takers[source] for source in sources], slots))
+        for forward, logits in zip(prefill.forwards if prefill else (), chain(begun, outputs), strict=True):
+            sources = [run[index] for index in forward.indices]
+            for place, source in enumerate(sources):
+                if source in plan.kept:
+                    self._logits.keep(plan.group_of(source), logits[place])
+            sampled.append(self._sample(logits, [takers[source] for source in sources], slots))
         self._logits.drop_others({plan.group_of(source) for source in plan.kept})
         if plan.copies:
             old, new = upload(np.ascontiguousarray(np.array(plan.copies, np.int64).T), slots.device)
@@ -149,6 +147,10 @@ class StepRunner:
         return columns, advance(self._decoder.state, chosen, logits, self._variant, self._wanted)
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
+        self._timeline.enter("cache")
+        if self._table_version != self._scheduler.table_version:
+            self._decoder.state.load_table(self._scheduler.block_table)
+            self._table_version = self._scheduler.table_version
         self._timeline.enter("capture")
         self._decoder.capture_for(len(plan.slots), self._variant, self._wanted)
         self._timeline.launch("decode")

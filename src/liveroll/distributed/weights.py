@@ -74,6 +74,8 @@ class ShardedWeights:
 
     def find(self) -> Shards | None:
         """The model's parameters as ranks hold them in parts; None where each rank holds them all."""
+        if not torch.distributed.is_initialized():
+            return None
         return Zero3Shards.of(self._given, self._model) or FullyShardedShards.of(self._given, self._model)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from liveroll.kv.cache import PagedCache, PassingCache
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.forward import ModelForward
 from liveroll.model.guard import ModelGuard
-from liveroll.planning.prefill import Forward
+from liveroll.planning.prefill import Forward, PrefillPlan
 from liveroll.prefill.captured import CapturedPrefill
 from liveroll.scheduling.pages import SCRATCH_PAGE
 from liveroll.scheduling.request import Request
@@ -80,8 +80,15 @@ class PrefillRunner:
             if forward.width is None:
                 self._captured_size(sum(requests[index].length for index in forward.indices))
 
-    def run(self, requests: Sequence[Request], forward: Forward, route: Route) -> Tensor:
-        """Logits `[N, V]` behind the last token of each context of one forward, which a route planned."""
+    def run(self, requests: Sequence[Request], plan: PrefillPlan) -> Iterator[Tensor]:
+        """Logits `[N, V]` behind the last token of each context of one forward after the other.
+
+        Each is run when it is asked for, and may overwrite the logits of the one before.
+        """
+        for forward in plan.forwards:
+            yield self._run_forward(requests, forward, plan.route)
+
+    def _run_forward(self, requests: Sequence[Request], forward: Forward, route: Route) -> Tensor:
         chosen = [requests[index] for index in forward.indices]
         contexts = [request.context for request in chosen]
         used = sum(len(context) for context in contexts)
