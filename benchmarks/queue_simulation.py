@@ -28,7 +28,7 @@ import numpy as np
 from common import RESULTS, report
 from torch import distributed as dist
 
-from liveroll.scheduling.scheduler import REFILL_SHARE, refill_of
+from liveroll.scheduling.admission import REFILL_SHARE, refill_of
 from liveroll.scheduling.shares import Deal, deal
 
 matplotlib.use("Agg")
