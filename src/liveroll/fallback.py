@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from liveroll.call import Call, check_room
 from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from liveroll.model.generation import generate_kwargs
+from liveroll.model.generate_arguments import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.sampling_config import SamplingConfig
 from liveroll.scheduling.request import Request
