@@ -34,7 +34,8 @@ def doctor(
 
     Ends with 1 where the model cannot be rolled out, or is farther from the trainer than rounding explains.
     """
-    from liveroll.tools.doctor import DoctorOptions, describe_diagnosis, run_doctor, show_diagnosis
+    from liveroll.tools.doctor import DoctorOptions, run_doctor
+    from liveroll.tools.doctor_report import describe_diagnosis, show_diagnosis
 
     options = DoctorOptions(
         model=model,

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from liveroll.call import Call
 from liveroll.completion import Completion
 from liveroll.config import RolloutConfig, check_config
-from liveroll.cutoff import Cutoff, Limits
+from liveroll.cutoff import Limits
 from liveroll.decode.decoder import Decoder
-from liveroll.distributed.control import Control, check_group
-from liveroll.distributed.rollout import Gather, GroupRollout, check_gather
+from liveroll.distributed.control import check_group
+from liveroll.distributed.rollout import Gather, check_gather
 from liveroll.distributed.tensor_parallel import find_group
-from liveroll.distributed.weights import ShardedWeights
-from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
-from liveroll.fallback import run_fallback
-from liveroll.intake import Intake, Sampling
-from liveroll.loop import RolloutLoop
+from liveroll.errors import ConfigError, EngineStateError, UnsupportedModelError
+from liveroll.fallback import check_fallback
+from liveroll.intake import Inputs, Sampling
 from liveroll.model.capability import check_model
-from liveroll.model.guard import ModelGuard
 from liveroll.model.unwrap import unwrap
 from liveroll.occupancy import Occupancy
 from liveroll.planning.costs import CostModel
 from liveroll.planning.routes import RoutePlan
-from liveroll.progress import completion_progress
 from liveroll.prompts import Prompts, check_tokenizer
-from liveroll.results import make_batch, make_completion
-from liveroll.routing import Router
+from liveroll.rollout import Rollout
 from liveroll.starts import ContinueFrom, ResponsePrefix
-from liveroll.stats import StatsRecorder
-from liveroll.timeline import RecordedTimeline, Timeline
 from liveroll.types import RolloutBatch, RolloutFusion, RolloutMemory
 
 
@@ -73,23 +64,17 @@ class RolloutEngine:
             raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(tp_group).__name__}")
         self._model: PreTrainedModel = unwrap(model)
         self._tp_group = find_group(self._model) if tp_group is None else tp_group
-        self._refusal: UnsupportedModelError | None = None
+        refusal: UnsupportedModelError | None = None
         try:
             check_model(self._model)
-        except UnsupportedModelError as refusal:
-            self._allow_fallback(refusal)
-            self._refusal = refusal
-        self._guard = ModelGuard(self._model, training=self.config.training_mode)
-        self._weights = ShardedWeights(model, self._model, self.config.gather_weights, self._guard.rollout)
-        ranks = max(self._weights.ranks, 1 if self._tp_group is None else self._tp_group.size())
-        self._router = Router(self._model, self.config, ranks)
-        self._intake = Intake(self._model, self.tokenizer, self.config, self._router.costs.max_tokens)
-        self._decoder = Decoder(self._model, self.config, self._tp_group)
-        self._loop = RolloutLoop(self._model, self.config, self._guard, self._decoder, self._router)
-        self._group_rollout = GroupRollout(
-            self._model, self.config, self.tokenizer, self._intake, self._loop, self._decoder
-        )
+        except UnsupportedModelError as error:
+            check_fallback(error, self.config)
+            refusal = error
         self._occupancy = Occupancy()
+        self._decoder = Decoder(self._model, self.config, self._tp_group)
+        self._rollout = Rollout(
+            model, self._model, self.tokenizer, self.config, refusal, self._occupancy, self._decoder
+        )
 
     def generate(
         self,
@@ -140,55 +125,10 @@ class RolloutEngine:
         """
         limits = self._limits(max_seconds, max_total_tokens)
         check_gather(gather)
+        inputs = Inputs(prompts, sampling, continue_from, response_prefix)
         if (ranks := check_group(group)) is not None:
-            with self._weights.at_hand(alone=False):
-                return self._generate_together(ranks, gather, prompts, sampling, continue_from, response_prefix, limits)
-        with self._occupancy.claim() as claim, self._weights.at_hand() as shared:
-            self._settle_costs()
-            stats = self._record()
-            timeline = stats.timeline
-            given = self._intake.read(
-                prompts,
-                sampling,
-                continue_from=continue_from,
-                response_prefix=response_prefix,
-                may_be_empty=shared,
-            )
-            if not given.prompts.prompts:
-                finish = partial(stats.finish, 0, (), self._decoder.kv_bytes)
-                return make_batch((), given.prompts, (), finish, self.tokenizer, self._model.device)
-            try:
-                if self._refusal is not None:
-                    raise self._refusal
-                call = self._intake.open(given)
-                claim.cutoff = Cutoff(call.requests, limits)
-                timeline.enter("planning")
-                ordinary = self._loop.takes_ordinary(call)
-                timeline.enter("intake")
-                with (
-                    self._loop.mode(ordinary),
-                    completion_progress(len(call.requests), self.config.progress) as tick,
-                ):
-                    for finished in self._loop.run(call, ordinary, claim.cutoff, stats):
-                        tick(finished)
-                    timeline.enter("postprocessing")
-            except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
-                claim.cutoff = None
-                self._allow_fallback(refusal, plain=given.all_new and limits == Limits())
-                timeline.enter("decode")
-                with self._guard.rollout():
-                    call = run_fallback(
-                        self._model,
-                        given.prompts,
-                        given.sampling,
-                        self._intake.next_seed(),
-                        self.tokenizer,
-                        self._intake.vocabulary.sampled_size,
-                    )
-                timeline.enter("postprocessing")
-                stats.record_fallback(str(refusal))
-            finish = partial(stats.finish, len(given.prompts.prompts), call.requests, self._decoder.kv_bytes)
-            return make_batch(call.requests, given.prompts, call.sampling, finish, self.tokenizer, self._model.device)
+            return self._rollout.run_together(ranks, gather, inputs, limits)
+        return self._rollout.run(inputs, limits)
 
     def stream(
         self,
@@ -221,15 +161,7 @@ class RolloutEngine:
             LiverollError: whatever `generate` raises.
         """
         limits = self._limits(max_seconds, max_total_tokens)
-        with self._occupancy.claim():
-            if self._refusal is not None:
-                raise self._refusal
-            self._weights.refuse_stream()
-            self._settle_costs()
-            call = self._intake.open(
-                self._intake.read(prompts, sampling, continue_from=continue_from, response_prefix=response_prefix)
-            )
-        return self._stream(call, limits)
+        return self._rollout.stream(Inputs(prompts, sampling, continue_from, response_prefix), limits)
 
     def abort(self, prompt_index: int, sample_index: int | None = None) -> int:
         """End samples of the call that is running; each comes back with the tokens it has, its reason `aborted`.
@@ -269,15 +201,12 @@ class RolloutEngine:
             ConfigError: also where the model's configuration does not give the shape of its layers.
             LiverollError: whatever `generate` raises before it runs anything.
         """
-        with self._occupancy.claim():
-            if self._refusal is not None:
-                raise self._refusal
-            return self._loop.plan(self._intake.draft(self._intake.read(prompts, sampling)))
+        return self._rollout.plan(Inputs(prompts, sampling))
 
     @property
     def costs(self) -> CostModel:
         """The costs that routes are compared with, and the limit on a prefill forward's token positions that holds."""
-        return self._router.costs
+        return self._rollout.costs
 
     @property
     def captures(self) -> int:
@@ -366,72 +295,7 @@ class RolloutEngine:
         self._occupancy.end()
         self.shutdown()
 
-    def _generate_together(
-        self,
-        group: ProcessGroup,
-        gather: Gather,
-        prompts: Prompts | None,
-        sampling: Sampling | None,
-        continue_from: ContinueFrom | None,
-        response_prefix: ResponsePrefix | None,
-        limits: Limits,
-    ) -> RolloutBatch:
-        with Control(group, self.config.rank_timeout) as control, self._occupancy.claim():
-            if self._tp_group is not None:
-                raise ConfigError("an engine with a tp_group cannot generate with a group")
-            if limits != Limits():
-                raise ConfigError(
-                    "max_seconds and max_total_tokens limit what one rank runs; leave them out with a group"
-                )
-            try:
-                if self._refusal is not None:
-                    raise self._refusal
-                self._settle_costs()
-                stats = self._record()
-                given = self._intake.read(
-                    prompts, sampling, continue_from=continue_from, response_prefix=response_prefix, may_be_empty=True
-                )
-                return self._group_rollout.run(group, control, given, sampling, gather, stats)
-            except (UnsupportedModelError, UnsupportedGenerationError) as refusal:
-                self._allow_fallback(refusal, plain=False)
-                raise
-
-    def _record(self) -> StatsRecorder:
-        timeline = RecordedTimeline(self._model.device) if self.config.profile else Timeline()
-        return StatsRecorder(timeline, self.config.max_slots)
-
-    def _stream(self, call: Call, limits: Limits) -> Iterator[Completion]:
-        with self._occupancy.claim() as claim:
-            claim.cutoff = Cutoff(call.requests, limits)
-            ordinary = self._loop.takes_ordinary(call)
-            steps = self._loop.run(call, ordinary, claim.cutoff, StatsRecorder(Timeline(), self.config.max_slots))
-            while True:
-                with self._loop.mode(ordinary):
-                    finished = next(steps, None)
-                if finished is None:
-                    return
-                for request in finished:
-                    yield make_completion(request, call.prompts, self.tokenizer)
-                    if not self._occupancy.holds(claim):
-                        raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
-
-    def _settle_costs(self) -> None:
-        if self._refusal is None:
-            self._router.settle()
-
     def _limits(self, max_seconds: float | None, max_total_tokens: int | None) -> Limits:
         if max_seconds is not None and self._tp_group is not None:
             raise ConfigError("max_seconds would end the call at another step on each rank; give max_total_tokens")
         return Limits(max_seconds, max_total_tokens)
-
-    def _allow_fallback(
-        self, refusal: UnsupportedModelError | UnsupportedGenerationError, *, plain: bool = True
-    ) -> None:
-        """Raise a refusal again unless the call may go to `model.generate` instead, which can do plain calls only."""
-        if self.config.fallback == "error" or not refusal.generates:
-            raise refusal
-        if not plain:
-            raise type(refusal)(
-                f"{refusal}; and the fallback, model.generate, knows neither response_prefix nor continue_from nor "
-                "limits of a call nor groups"
-            ) from refusal

@@ -10,8 +10,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from liveroll.call import Call, check_room
-from liveroll.errors import ConfigError
-from liveroll.model.generation import generate_kwargs
+from liveroll.config import RolloutConfig
+from liveroll.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from liveroll.model.generate_arguments import generate_kwargs
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.sampling_config import SamplingConfig
 from liveroll.scheduling.request import Request
@@ -28,6 +29,19 @@ class _Known(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         outside = torch.arange(scores.shape[-1], device=scores.device) >= self._size
         return scores.masked_fill(outside, float("-inf"))
+
+
+def check_fallback(
+    refusal: UnsupportedModelError | UnsupportedGenerationError, config: RolloutConfig, *, plain: bool = True
+) -> None:
+    """Raise a refusal again unless the call may go to `model.generate` instead, which can do plain calls only."""
+    if config.fallback == "error" or not refusal.generates:
+        raise refusal
+    if not plain:
+        raise type(refusal)(
+            f"{refusal}; and the fallback, model.generate, knows neither response_prefix nor continue_from nor "
+            "limits of a call nor groups"
+        ) from refusal
 
 
 def run_fallback(

@@ -22,6 +22,16 @@ Sampling = SamplingConfig | Sequence[SamplingConfig]
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a caller asks for, as it was given and not read yet; all as for `RolloutEngine.generate`."""
+
+    prompts: Prompts | None
+    sampling: Sampling | None
+    continue_from: ContinueFrom | None = None
+    response_prefix: ResponsePrefix | None = None
+
+
+@dataclass(frozen=True)
 class Given:
     """What a call was given, read and not resolved yet.
 
@@ -75,37 +85,27 @@ class Intake:
         """Fills padded batches."""
         return padding_token(self._model, self._tokenizer)
 
-    def read(
-        self,
-        prompts: Prompts | None,
-        sampling: Sampling | None,
-        *,
-        continue_from: ContinueFrom | None = None,
-        response_prefix: ResponsePrefix | None = None,
-        may_be_empty: bool = False,
-    ) -> Given:
+    def read(self, inputs: Inputs, *, may_be_empty: bool = False) -> Given:
         """Token ids of the prompts, the settings of each, and what there is of their responses.
 
         Unless it `may_be_empty`, there must be some.
         """
-        pad = self.padding_token
-        vocab_size = self.vocabulary.size
+        pad, vocab_size = self.padding_token, self.vocabulary.size
         batches: list[PromptBatch] = []
         starts: tuple[Start, ...] = ()
-        if continue_from is not None:
-            continued, starts = read_completions(continue_from, pad_token_id=pad, vocab_size=vocab_size)
+        if inputs.continue_from is not None:
+            continued, starts = read_completions(inputs.continue_from, pad_token_id=pad, vocab_size=vocab_size)
             batches += [] if continued is None else [continued]
-        if may_be_empty and is_empty(prompts):
-            prompts = None
+        prompts = None if may_be_empty and is_empty(inputs.prompts) else inputs.prompts
         if prompts is not None or not (batches or may_be_empty):
             new = read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size)
             batches.append(new)
-            starts += read_prefixes(response_prefix, len(new.prompts), self._tokenizer, vocab_size)
-        elif response_prefix is not None:
+            starts += read_prefixes(inputs.response_prefix, len(new.prompts), self._tokenizer, vocab_size)
+        elif inputs.response_prefix is not None:
             raise ConfigError("response_prefix begins responses to new prompts; a completion is extended by its extend")
         batch = join(batches, pad)
-        settings = spread_sampling(SamplingConfig() if sampling is None else sampling, len(batch.prompts))
-        return Given(batch, tuple(settings), starts)
+        sampling = SamplingConfig() if inputs.sampling is None else inputs.sampling
+        return Given(batch, tuple(spread_sampling(sampling, len(batch.prompts))), starts)
 
     def open(self, given: Given, before: int | None = None) -> Call:
         """A call with resolved settings, its lengths checked. A call that is refused uses no seed up.

@@ -24,7 +24,7 @@ from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.errors import LogitsError
-from liveroll.model.generation import to_generation_config
+from liveroll.model.generate_arguments import to_generation_config
 from liveroll.model.versions import prepared_for_generate
 from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.plan import Outcome

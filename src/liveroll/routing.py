@@ -17,7 +17,7 @@ from liveroll.planning.costs_file import check_origin, read_costs
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.prefill import PrefillPlanner
 from liveroll.planning.routes import PAGED_ROUTES, Room, RoutePlan, obstacle_to_ordinary, plan_routes
-from liveroll.scheduling.scheduler import order_of_admission
+from liveroll.scheduling.admission import order_of_admission
 
 
 class Router:

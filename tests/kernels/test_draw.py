@@ -18,8 +18,8 @@ from liveroll.decode.state import Column, RowState, Setting
 from liveroll.decode.truncation import find_bounds, keeps, masses
 from liveroll.kernels import draw, report, truncate
 from liveroll.kernels import scores as prepared
+from liveroll.kernels.mass import mass
 from liveroll.kernels.sample import sample_fused
-from liveroll.kernels.truncate import mass
 from liveroll.scheduling.details import Wanted
 
 ALL = Wanted(raw=True, top=4, kept=64)

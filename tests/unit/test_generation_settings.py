@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from liveroll.errors import ConfigError, PromptError
-from liveroll.model.generation import generate_kwargs, resolve_sampling
+from liveroll.model.generate_arguments import generate_kwargs
+from liveroll.model.generation import resolve_sampling
 from liveroll.sampling_config import SamplingConfig
 
 VOCAB, WIDTH = 64, 6

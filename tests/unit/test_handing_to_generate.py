@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liveroll.model.generation import generate_kwargs, resolve_sampling, to_generation_config
+from liveroll.model.generate_arguments import generate_kwargs, to_generation_config
+from liveroll.model.generation import resolve_sampling
 from liveroll.model.versions import prepare_generation_config, prepared_for_generate
 from liveroll.sampling_config import SamplingConfig
 

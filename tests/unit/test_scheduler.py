@@ -11,10 +11,11 @@ from fake_device import LETTERS, VOCAB, Ending, FakeDevice, ending_of, make_requ
 from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
+from liveroll.scheduling.admission import REFILL_SHARE
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request
-from liveroll.scheduling.scheduler import REFILL_SHARE, Scheduler
+from liveroll.scheduling.scheduler import Scheduler
 
 steady = settings(deadline=None, derandomize=True, database=None)
 

@@ -6,10 +6,11 @@ from fake_device import VOCAB, FakeDevice, ending_of, make_request, search_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liveroll.scheduling.admission import order_of_admission, refill_of
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.plan import Wait
 from liveroll.scheduling.request import Request
-from liveroll.scheduling.scheduler import Scheduler, order_of_admission, refill_of
+from liveroll.scheduling.scheduler import Scheduler
 from liveroll.scheduling.shares import deal
 
 steady = settings(deadline=None, derandomize=True, database=None)

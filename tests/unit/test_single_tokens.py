@@ -11,7 +11,8 @@ import zoo
 from texts import character_tokenizer
 
 from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig, UnsupportedGenerationError
-from liveroll.model.generation import generate_kwargs, resolve_sampling
+from liveroll.model.generate_arguments import generate_kwargs
+from liveroll.model.generation import resolve_sampling
 
 WIDTH, KNOWN = 4, zoo.VOCAB_SIZE
 

@@ -27,9 +27,9 @@ from liveroll.loop import RolloutLoop
 from liveroll.progress import completion_progress
 from liveroll.results import make_batch
 from liveroll.sampling_config import SamplingConfig
+from liveroll.scheduling.admission import order_of_admission, refill_of
 from liveroll.scheduling.details import Details
 from liveroll.scheduling.request import Request
-from liveroll.scheduling.scheduler import order_of_admission, refill_of
 from liveroll.scheduling.shares import Deal, deal
 from liveroll.stats import StatsRecorder
 from liveroll.types import RolloutBatch

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liveroll.decode.state import Column, RowState, Setting
-from liveroll.decode.truncation import FAR, POWERS, SERIES
+from liveroll.kernels.bracket import find_bracket, find_extent, sum_at_pivots
+from liveroll.kernels.mass import find_goal, mass
 from liveroll.kernels.scores import BLOCK, Scores
 
 _PIVOTS = 8
@@ -25,113 +26,12 @@ _CHUNK = 1024
 # Where more tokens lie between the last pivots, as it is with many equal ones, the whole row is searched.
 _CAPACITY = 16384
 
-_FAR = tl.constexpr(FAR)
-_POWERS = tl.constexpr(POWERS)
-_SERIES = [tl.constexpr(term) for term in SERIES]
-_TERM_0, _TERM_1, _TERM_2, _TERM_3, _TERM_4, _TERM_5, _TERM_6 = _SERIES
-
-
-@triton.jit
-def mass(score, top):
-    """`liveroll.decode.truncation.masses` of a block, to the last bit."""
-    distance = top - score
-    power = (tl.where(distance < _FAR, distance, _FAR) * _POWERS).to(tl.int32)
-    fraction = ((power & 0xFFFFFF) << 8).to(tl.uint32)
-    mass = tl.full(fraction.shape, _TERM_6, tl.uint32)
-    mass = _TERM_5 - tl.umulhi(mass, fraction)
-    mass = _TERM_4 - tl.umulhi(mass, fraction)
-    mass = _TERM_3 - tl.umulhi(mass, fraction)
-    mass = _TERM_2 - tl.umulhi(mass, fraction)
-    mass = _TERM_1 - tl.umulhi(mass, fraction)
-    mass = _TERM_0 - tl.umulhi(mass, fraction)
-    return (mass.to(tl.int64) << 9) >> tl.minimum(power >> 24, 63).to(tl.int64)
-
 
 @triton.jit
 def _key(score):
     """A whole number that orders as the scores do."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _goal(mass, tail):
-    """The mass that top-p asks for."""
-    return tl.maximum(mass - (tail.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _extent(tops, sums, counts, row, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr):
-    """The largest score of a row, and twice its distance from the mean: about how far down scores go."""
-    block = tl.arange(0, BLOCKS_P)
-    at, inside = row * BLOCKS + block, block < BLOCKS
-    top = tl.max(tl.load(tops + at, mask=inside, other=float("-inf")), 0)
-    total = tl.sum(tl.load(sums + at, mask=inside, other=0.0), 0)
-    count = tl.sum(tl.load(counts + at, mask=inside, other=0), 0)
-    return top, 2.0 * (top - total / tl.maximum(count, 1).to(tl.float32))
-
-
-@triton.jit
-def _pivots(low, high, top, reach, PASS: tl.constexpr, PIVOTS: tl.constexpr):
-    at = tl.arange(0, PIVOTS).to(tl.float32)
-    if PASS == 0:
-        return tl.where(at == 0.0, float("-inf"), top - reach * (1.0 - at / PIVOTS))
-    ceiling = tl.minimum(high, top)
-    floor = tl.maximum(low, ceiling - 8.0 * reach)
-    return floor + (ceiling - floor) * ((at + 1.0) / (PIVOTS + 1))
-
-
-@triton.jit
-def _bracket(
-    partial, row, rows, width, k, tail, top, reach, PASSES: tl.constexpr, PIVOTS: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Scores that the bound lies between, what reaches the higher and the lower, and the goal, after some passes."""
-    low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
-    above, reaching = tl.full([], 0, tl.int64), tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    goal = tl.minimum(k, width)
-    split, pivot = tl.arange(0, SPLITS), tl.arange(0, PIVOTS)
-    for done in tl.static_range(PASSES):
-        scores = _pivots(low, high, top, reach, done, PIVOTS)
-        at = ((done * rows + row) * SPLITS + split[:, None]) * PIVOTS + pivot[None, :]
-        sums = above + tl.sum(tl.load(partial + at), 0)
-        if done == 0:
-            # The first pivot is below everything.
-            goal = tl.where(k > 0, goal, _goal(tl.sum(tl.where(pivot == 0, sums, 0), 0), tail))
-        reached = sums >= goal
-        low = tl.maximum(low, tl.max(tl.where(reached, scores, float("-inf")), 0))
-        high = tl.minimum(high, tl.min(tl.where(reached, float("inf"), scores), 0))
-        above = tl.maximum(above, tl.max(tl.where(reached, 0, sums), 0))
-        reaching = tl.minimum(reaching, tl.min(tl.where(reached, sums, 0x7FFFFFFFFFFFFFFF), 0))
-    return low, high, above, reaching, goal
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _count(
-    scores, tops, sums, counts, partial, slots, numbers, settings, width, rows,
-    PASS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr,
-    PIVOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    row, split = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row)
-    k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
-    if (k > 0) | (tail > 0.0):
-        top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, _, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, PASS, PIVOTS, SPLITS)
-        pivot = _pivots(low, high, top, reach, PASS, PIVOTS)
-        share = tl.cdiv(width, SPLITS * CHUNK) * CHUNK
-        end = tl.minimum((split + 1) * share, width)
-        # Each thread adds up its own tokens for all pivots, until the end.
-        total = tl.zeros([PIVOTS, CHUNK], tl.int64)
-        for start in range(split * share, end, CHUNK):
-            index = start + tl.arange(0, CHUNK)
-            score = tl.load(scores + row.to(tl.int64) * width + index, mask=index < end, other=float("-inf"))
-            within = (index < end) & (score >= low) & (score < high)
-            if tl.max(within.to(tl.int32), 0) > 0:
-                amount = within.to(tl.int64)
-                if k == 0:
-                    amount = tl.where(within, mass(score, top), 0)
-                total += tl.where(score[None, :] >= pivot[:, None], amount[None, :], 0)
-        tl.store(partial + ((PASS * rows + row) * SPLITS + split) * PIVOTS + tl.arange(0, PIVOTS), tl.sum(total, 1))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -145,8 +45,8 @@ def _list(
     slot = tl.load(slots + row)
     k, tail = tl.load(numbers + slot * COLUMNS + TOP_K), tl.load(settings + slot * SETTINGS + TAIL)
     if (k > 0) | (tail > 0.0):
-        top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
-        low, high, _, _, _ = _bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
+        top, reach = find_extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
+        low, high, _, _, _ = find_bracket(partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS)
         index = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + row.to(tl.int64) * width + index, mask=index < width, other=float("nan"))
         # Top-p after top-k looks at all that top-k keeps.
@@ -231,10 +131,10 @@ def _select(
     slot = tl.load(slots + row)
     k, own = tl.load(numbers + slot * COLUMNS + TOP_K), settings + slot * SETTINGS
     tail, least = tl.load(own + TAIL), tl.load(own + LEAST)
-    top, reach = _extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
+    top, reach = find_extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
     bound, edge = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64)
     if (k > 0) | (tail > 0.0):
-        low, high, above, reaching, goal = _bracket(
+        low, high, above, reaching, goal = find_bracket(
             partial, row, rows, width, k, tail, top, reach, 2, PIVOTS, SPLITS
         )  # fmt: skip
         listed = tl.load(found + row)
@@ -254,7 +154,7 @@ def _select(
                 reaching = _sum(
                     scores, ids, keys, amounts, listed, width, low, high, key, 0, top, True, False, CHUNK
                 )  # fmt: skip
-                goal = _goal(reaching, tail)
+                goal = find_goal(reaching, tail)
         if tail > 0.0:
             key, reaching, beyond = _search(
                 scores, ids, keys, amounts, listed, width, low, high, key, above, reaching, goal, top, True, CHUNK
@@ -304,7 +204,7 @@ def find_bounds(scores: Scores, state: RowState, slots: Tensor) -> tuple[Tensor,
     known = scores.values, scores.tops, scores.sums, scores.counts, partial
     own = slots, state.numbers, state.settings, width, rows
     for number in range(2):
-        _count[(rows, _SPLITS)](*known, *own, PASS=number, CHUNK=_CHUNK, num_warps=8, **limits)
+        sum_at_pivots[(rows, _SPLITS)](*known, *own, PASS=number, CHUNK=_CHUNK, num_warps=8, **limits)
     listed = scores.found, ids, keys, amounts
     _list[(rows, blocks)](*known, *listed, *own, BLOCK=BLOCK, CAPACITY=ids.shape[1], num_warps=8, **limits)
     _select[(rows,)](

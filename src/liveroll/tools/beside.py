@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from liveroll.engine import RolloutEngine
-from liveroll.loop import RolloutLoop
 
 
 def beside(engine: RolloutEngine, **changes: Any) -> RolloutEngine:
@@ -18,5 +17,5 @@ def beside(engine: RolloutEngine, **changes: Any) -> RolloutEngine:
     """
     other = RolloutEngine(engine._model, engine.tokenizer, replace(engine.config, **changes))
     other._decoder = engine._decoder
-    other._loop = RolloutLoop(other._model, other.config, other._guard, other._decoder, other._router)
+    other._rollout.run_over(engine._decoder)
     return other

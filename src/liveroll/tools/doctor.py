@@ -1,20 +1,15 @@
-"""What `liveroll doctor` tells: what is installed, what a model allows, and how near the engine is to its trainer."""
+"""What `liveroll doctor` looks at: what is installed, what a model allows, how near the engine is to its trainer."""
 
 from __future__ import annotations
 
-import importlib
-import platform
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
-
-from rich.console import Console
-from rich.table import Table
 
 from liveroll.config import PrefillRoute, RolloutConfig
 from liveroll.errors import ConfigError, LiverollError, PromptError
 from liveroll.tools.checkpoint import Checkpoint, load_checkpoint
+from liveroll.tools.environment import describe_environment
 from liveroll.tools.jobs import Prompt, read_jobs, refuse_bad_lines
 
 TEXTS = (
@@ -28,8 +23,6 @@ TEXTS = (
     "The history of the village begins with a river. " * 8,
 )
 """Prompts that parity is measured on where none are given."""
-
-_MEASURES = ("mean", "p99", "max", "kl", "outside")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,75 +117,6 @@ def run_doctor(options: DoctorOptions) -> Diagnosis:
             raise
         return Diagnosis(environment, described | {"rollout": f"no: {error}"}, None, False)
     return Diagnosis(environment, described, None, True)
-
-
-def describe_environment() -> dict[str, str]:
-    """Versions, and the devices that torch sees."""
-    import torch
-
-    import liveroll
-
-    cuda = torch.version.cuda
-    found = {
-        "liveroll": liveroll.__version__,
-        "python": platform.python_version(),
-        "torch": f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}",
-        "transformers": _version_of("transformers", "needed"),
-        "triton": _version_of("triton", "decode attention and sampling need it on a GPU"),
-        "cuda-python": _version_of("cuda.bindings", "sleep() cannot keep captured steps without it"),
-        "TF32 products": "yes" if torch.backends.cuda.matmul.allow_tf32 else "no",
-    }
-    if not torch.cuda.is_available():
-        return found | {"device": f"CPU, {torch.get_num_threads()} threads; torch sees no GPU"}
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        found[f"device cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
-    return found
-
-
-def describe_diagnosis(diagnosis: Diagnosis) -> dict[str, Any]:
-    """A diagnosis as plain values, for JSON, which has no infinity and no NaN."""
-    described: dict[str, Any] = {"environment": diagnosis.environment, "healthy": diagnosis.healthy}
-    if diagnosis.model:
-        described["model"] = diagnosis.model
-    if diagnosis.parity is not None:
-        parity = diagnosis.parity
-        described["parity"] = {
-            "sequences": parity.sequences,
-            "tokens": parity.alone.tokens,
-            "gaps": {
-                name: {key: value if isfinite(value) else None for key, value in asdict(gap).items()}
-                for name, gap in parity.gaps.items()
-            },
-            "enough": parity.enough if isfinite(parity.enough) else None,
-            "near": parity.near,
-            "verdict": parity.verdict,
-        }
-    return described
-
-
-def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print a diagnosis as tables and a sentence."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, value in (diagnosis.environment | diagnosis.model).items():
-        table.add_row(name, value)
-    console.print(table, markup=False, highlight=False)
-    if diagnosis.parity is None:
-        return
-    parity = diagnosis.parity
-    gaps = Table(box=None, padding=(0, 2, 0, 0))
-    gaps.add_column("log-probabilities of", no_wrap=True)
-    for name in ("mean |d|", "p99", "max", "KL (k3)", "off 10%"):
-        gaps.add_column(name, justify="right", no_wrap=True)
-    for name, gap in parity.gaps.items():
-        *numbers, share = (getattr(gap, measure) for measure in _MEASURES)
-        gaps.add_row(name, *(f"{number:.1e}" for number in numbers), f"{share:.2%}")
-    console.print()
-    console.print(gaps)
-    console.print(f"{parity.alone.tokens} tokens of {parity.sequences} sequences, sampled at temperature 1")
-    console.print(parity.verdict, style="bold" if parity.near else "bold red", highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -291,11 +215,3 @@ def _read_prompts(path: Path) -> list[Prompt]:
     if not file.jobs:
         raise PromptError(f"{path} has no prompts")
     return [job.prompt for job in file.jobs]
-
-
-def _version_of(module: str, missing: str) -> str:
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return f"not installed: {missing}"
-    return str(getattr(found, "__version__", "installed"))

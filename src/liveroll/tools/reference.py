@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from liveroll.model.generation import to_generation_config
+from liveroll.model.generate_arguments import to_generation_config
 from liveroll.model.guard import ModelGuard
 from liveroll.model.versions import prepared_for_generate
 from liveroll.types import ResolvedSampling, RolloutBatch
