@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ class Case:
     samples: int = 1
     slots: int = 32
     sampled: bool = False
+
+    @cached_property
+    def sampling(self) -> list[SamplingConfig]:
+        """The engine's settings of each prompt, which a trainer makes once and not for every call."""
+        temperature = 1.0 if self.sampled else 0.0
+        return [
+            SamplingConfig(max_new_tokens=budget, temperature=temperature, top_k=0, n=self.samples, logprobs=False)
+            for budget in self.budgets
+        ]
 
     @property
     def new_tokens(self) -> int:
@@ -79,12 +89,7 @@ class Ours:
             self.close()
             config = RolloutConfig(max_slots=case.slots, max_length=max(1024, longest), profile=True, **self._settings)
             self._engines[case.slots] = RolloutEngine(self._model, config=config)
-        temperature = 1.0 if case.sampled else 0.0
-        sampling = [
-            SamplingConfig(max_new_tokens=budget, temperature=temperature, top_k=0, n=case.samples, logprobs=False)
-            for budget in case.budgets
-        ]
-        return self._engines[case.slots].generate(case.prompts, sampling)
+        return self._engines[case.slots].generate(case.prompts, case.sampling)
 
     def close(self) -> None:
         for engine in self._engines.values():

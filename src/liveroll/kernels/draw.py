@@ -76,11 +76,12 @@ def _mix(word):
 def _log(x, DEVICE: tl.constexpr):
     """The logarithm; on a GPU by its own instruction, with an error of 2^-22 of log2 (PTX ISA, lg2.approx)."""
     if DEVICE:
-        return 0.6931471805599453 * tl.inline_asm_elementwise(
+        result = 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.log(x)
+        result = tl.log(x)
+    return result
 
 
 @triton.jit
