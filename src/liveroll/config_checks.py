@@ -122,7 +122,8 @@ def check_biases(config: Any, name: str, *, high: float) -> tuple[tuple[int, flo
 
 
 def _owner(config: Any, name: str) -> str:
-    return f"{type(config).__name__}.{name}"
+    # What is given to a call is no field of anything that its caller knows.
+    return name if getattr(config, "of_call", False) else f"{type(config).__name__}.{name}"
 
 
 def _plain(value: Any) -> Any:

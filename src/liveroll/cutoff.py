@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from queue import SimpleQueue
+from typing import Any, ClassVar
 
 from liveroll.config_checks import check_number, check_whole
 from liveroll.errors import PromptError
@@ -22,6 +24,8 @@ class Limits:
 
     max_seconds: float | None = None
     max_total_tokens: int | None = None
+
+    of_call: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number(self, "max_seconds", low=0.0, low_open=True, optional=True)
@@ -53,8 +57,11 @@ class Cutoff:
         """Name the samples of a prompt, or one of them; how many had not ended.
 
         Raises:
-            PromptError: the call has no such prompt or sample.
+            PromptError: an index is no whole number, or the call has no such prompt or sample.
         """
+        _check_index("prompt_index", prompt_index)
+        if sample_index is not None:
+            _check_index("sample_index", sample_index)
         chosen = [
             request
             for request in self._requests
@@ -88,3 +95,8 @@ class Cutoff:
         seconds, tokens = self._limits.max_seconds, self._limits.max_total_tokens
         late = seconds is not None and time.monotonic() - self._started >= seconds
         return late or (tokens is not None and sampled >= tokens)
+
+
+def _check_index(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise PromptError(f"{name} of abort must be a whole number, not {value!r}")

@@ -170,7 +170,7 @@ def test_wrong_limits(wrong):
     """Guards against a limit that is silently no limit."""
     for name in ("max_seconds", "max_total_tokens"):
         for call in (engine().generate, engine().stream):
-            with pytest.raises(ConfigError, match=name):
+            with pytest.raises(ConfigError, match=f"^{name} must be "):
                 call(PROMPTS, GREEDY, **{name: wrong})
 
 
@@ -295,3 +295,18 @@ def test_a_stream_draws_what_its_place_among_the_calls_gives_it():
     expected = [second.generate(PROMPTS[:2], sampling).completions for _ in range(2)]
     assert [c.token_ids for c in late] == [c.token_ids for c in expected[0]]
     assert [c.token_ids for c in between] == [c.token_ids for c in expected[1]]
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None])
+def test_aborting_by_what_is_no_index(wrong):
+    """Guards against True ending prompt 1 or sample 1."""
+    rollouts = engine()
+    stream = rollouts.stream([[1], [2]], [SamplingConfig(max_new_tokens=count) for count in (2, 30)])
+    next(stream)
+    with pytest.raises(PromptError, match="prompt_index of abort must be a whole number"):
+        rollouts.abort(wrong)
+    if wrong is not None:
+        with pytest.raises(PromptError, match="sample_index of abort must be a whole number"):
+            rollouts.abort(1, wrong)
+    (rest,) = stream
+    assert (rest.finish_reason, len(rest.token_ids)) == ("length", 30)
