@@ -10,13 +10,16 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from liveroll.attention import interface
 from liveroll.errors import EngineStateError
 from liveroll.model.restore import restore_in_full
 from liveroll.model.signature import walk
 from liveroll.model.versions import AttentionSwitch
+
+_Names = list[tuple[PretrainedConfig, str]]
+"""Configurations that modules read, and the attention implementation that each names."""
 
 _rolled_out: WeakSet[nn.Module] = WeakSet()
 _lock = Lock()
@@ -52,6 +55,8 @@ class ModelGuard:
         self._attention = AttentionSwitch(model)
         self.own = self._attention.name
         """Name of the model's own attention implementation."""
+        self._own: _Names = []
+        self._ours: _Names = []
         self.modules: list[nn.Module] = []
         """All modules of the model, as they were found by the rollout that runs."""
         interface.register()
@@ -98,23 +103,24 @@ class ModelGuard:
     def our_attention(self) -> Iterator[None]:
         """Inside, the model's layers call `liveroll.attention.interface.attention`."""
         self.own = self._attention.name
-        with self._switched(interface.NAME):
+        self._own = self._attention.find(self.modules)
+        self._ours = [(config, interface.NAME) for config, _ in self._own]
+        with self._switched(self._ours, back=self._own):
             yield
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
         """Inside `our_attention`, the model's own implementation."""
-        with self._switched(self.own):
+        with self._switched(self._own, back=self._ours):
             yield
 
     @contextmanager
-    def _switched(self, name: str) -> Iterator[None]:
-        before = self._attention.name
+    def _switched(self, names: _Names, *, back: _Names) -> Iterator[None]:
         try:
-            self._attention.set(name)
+            self._attention.set(names)
             yield
         finally:
-            restore_in_full(lambda: self._attention.set(before))
+            restore_in_full(lambda: self._attention.set(back))
 
 
 def _set_training(modules: list[nn.Module], flag: bool) -> None:

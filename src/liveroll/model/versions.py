@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.nn.attention.varlen import varlen_attn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 _RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -143,24 +143,30 @@ class AttentionSwitch:
     """Switches a model's attention implementation, and knows the one in force.
 
     transformers has no public getter, and its public setter looks through all modules twice: too slow for twice a
-    call. Both work on this attribute of the configurations that the model's parts read it from.
+    call. Both work on this attribute of the configurations that modules read it from. Most share the model's own; a
+    layer that was copied has one of its own.
 
     Args:
         model: the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        parts = (part.config for part in model.modules() if isinstance(part, PreTrainedModel))
-        self._configs = list({id(config): config for config in parts}.values())
+        self._model = model
 
     @property
     def name(self) -> str:
-        """The implementation in force."""
-        return str(self._configs[0]._attn_implementation)
+        """The model's implementation in force."""
+        return str(self._model.config._attn_implementation)
 
-    def set(self, name: str) -> None:
-        """Put an implementation in force."""
-        for config in self._configs:
+    def find(self, modules: Iterable[nn.Module]) -> list[tuple[PretrainedConfig, str]]:
+        """Every configuration that the modules hold, and the implementation in force by it."""
+        held = (vars(module).get("config") for module in modules)
+        configs = {id(config): config for config in held if isinstance(config, PretrainedConfig)}
+        return [(config, str(config._attn_implementation)) for config in configs.values()]
+
+    def set(self, names: Iterable[tuple[PretrainedConfig, str]]) -> None:
+        """Put implementations in force, as `find` gives them."""
+        for config, name in names:
             config._attn_implementation = name
 
 
