@@ -78,15 +78,18 @@ def make_batch(
     # Where the call was handed on, `generate` kept the settings to itself, and drew from no stream of the engine's.
     drawn = bool(sampling)
     completions = tuple(make_completion(request, prompts, tokenizer, has_stream=drawn) for request in requests)
-    logprobs = _padded([completion.logprobs for completion in completions], width, device)
-    raw_logprobs = _padded([completion.raw_logprobs for completion in completions], width, device)
-    input_ids, attention_mask, loss_mask = torch.from_numpy(grids).to(device)
+    # Tensors made in the caller's inference mode could take no part in a loss.
+    with torch.inference_mode(False):
+        logprobs = _padded([completion.logprobs for completion in completions], width, device)
+        raw_logprobs = _padded([completion.raw_logprobs for completion in completions], width, device)
+        input_ids, attention_mask, loss_mask = torch.from_numpy(grids).to(device)
+        loss_mask = loss_mask[:, start:]
     return RolloutBatch(
         completions=completions,
         input_ids=input_ids,
         attention_mask=attention_mask,
         response_start_idx=start,
-        loss_mask=loss_mask[:, start:],
+        loss_mask=loss_mask,
         sampling=tuple(sampling),
         response_logprobs=logprobs,
         response_raw_logprobs=raw_logprobs,

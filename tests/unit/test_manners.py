@@ -229,3 +229,31 @@ def test_an_interrupt_from_the_keyboard():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["interrupted"] * 3 * len(ROUTES)
+
+
+@pytest.mark.parametrize("route", ["packed", "equal_width", "per_prompt"])
+@pytest.mark.parametrize("prefill_capture", ["auto", True])
+def test_another_default_device(route, prefill_capture):
+    """Guards against tensors made where the caller's default device is, and not where the model is."""
+    model = zoo.build("mistral")
+    prompts = zoo.ragged_prompts(zoo.VOCAB_SIZE, seed=5)
+    sampling = SamplingConfig(
+        n=2,
+        max_new_tokens=6,
+        min_new_tokens=2,
+        stop_token_ids=(5,),
+        temperature=1.0,
+        top_k=9,
+        top_p=0.9,
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        logit_bias={3: 1.0},
+        seed=1,
+        raw_logprobs=True,
+        top_logprobs=2,
+        kept_tokens=9,
+    )
+    config = RolloutConfig(max_slots=4, prefill_route=route, prefill_capture=prefill_capture)
+    expected = RolloutEngine(model, config=config).generate(prompts, sampling).completions
+    with torch.device("meta"):
+        assert RolloutEngine(model, config=config).generate(prompts, sampling).completions == expected

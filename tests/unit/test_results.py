@@ -194,3 +194,12 @@ def test_results_are_values():
     rollouts.generate(PROMPTS[::-1], SamplingConfig(max_new_tokens=BUDGET, temperature=1.0))
     assert first.input_ids.equal(kept)
     assert "stats" not in repr(first)
+
+
+def test_a_batch_made_in_inference_mode_is_trained_on():
+    """Guards against tensors that no loss may be computed from, because of the mode the rollout was called in."""
+    with torch.inference_mode():
+        batch = RolloutEngine(MODEL).generate([[1, 2], [3]], SamplingConfig(max_new_tokens=3, raw_logprobs=True))
+        assert torch.is_inference_mode_enabled()
+    tensors = (batch.input_ids, batch.attention_mask, batch.loss_mask, batch.response_logprobs)
+    assert not any(tensor.is_inference() for tensor in (*tensors, batch.response_raw_logprobs))

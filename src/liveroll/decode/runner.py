@@ -85,7 +85,7 @@ class StepRunner:
         self._timeline.launched()
         arrived = None
         if report.device.type == "cuda":
-            on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            on_host = torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True)
             report = on_host.copy_(report, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -174,7 +174,7 @@ def _details(logits: Tensor, scores: Tensor, total: Tensor, tokens: Tensor, want
         parts += [ids.T, values.view(torch.int32).T]
     if wanted.kept:
         kept = scores > _NEVER
-        ids = torch.where(kept, torch.arange(width), width).sort(dim=-1).values[:, : wanted.kept]
+        ids = torch.where(kept, torch.arange(width, device=kept.device), width).sort(dim=-1).values[:, : wanted.kept]
         ids = torch.nn.functional.pad(ids, (0, wanted.kept - ids.shape[1]))
         parts += [kept.sum(dim=-1, dtype=torch.int32)[None], ids.int().T]
     return torch.cat(parts)
