@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from liveroll.completion import BLANKS, Completion
+from liveroll.completion import BLANKS, Completion, FinishReason
 from liveroll.errors import ConfigError, PromptError
 from liveroll.prompts import PromptBatch, pad_prompts, read_prompts, read_token_ids
 from liveroll.types import RolloutBatch, RolloutRequest
@@ -101,6 +101,25 @@ def join(batches: Sequence[PromptBatch], pad_token_id: int) -> PromptBatch:
     )
 
 
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def _is_stream(value: Any) -> bool:
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(isinstance(key, int | np.integer) and -(2**31) <= key < 2**31 for key in value)
+
+
+# Fields of a completion that anybody may have written by hand: whether one holds what it must, and what that is.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt_index": (_is_index, "a whole number from 0 on"),
+    "sample_index": (_is_index, "a whole number from 0 on"),
+    "finish_reason": (lambda value: value in get_args(FinishReason), f"one of {', '.join(get_args(FinishReason))}"),
+    "sampled_mask": (lambda value: all(entry in (0, 1) for entry in value), "zeros and ones"),
+    "stream": (_is_stream, "two whole numbers of 32 bits"),
+}
+
+
 def _is_next_sample(before: Completion, after: Completion) -> bool:
     same = (before.prompt_index, before.prompt_ids) == (after.prompt_index, after.prompt_ids)
     return same and before.sample_index < after.sample_index
@@ -116,6 +135,9 @@ def _check(row: int, completion: Completion, vocab_size: int) -> None:
         values = getattr(completion, name)
         if values is not None and len(values) != count:
             raise PromptError(f"completion {row} has {count} tokens and {name} of another length")
+    for name, (holds, what) in _FIELDS.items():
+        if not holds(value := getattr(completion, name)):
+            raise PromptError(f"{name} of completion {row} must be {what}, not {value!r}")
     for ids in (completion.token_ids, completion.padding_ids):
         array = read_token_ids(f"completion {row}", ids, "made of token ids")
         _check_vocabulary(f"completion {row}", array, vocab_size)

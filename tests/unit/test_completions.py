@@ -149,8 +149,8 @@ def change(**fields):
 
 
 BAD = {
-    "nothing": (lambda completions: None, "list of prompts .* not a NoneType"),
-    "no completions": (lambda completions: [], "list of prompts .* not a NoneType"),
+    "nothing": (lambda completions: None, "nothing to generate; give prompts, or"),
+    "no completions": (lambda completions: [], "nothing to generate; give prompts, or"),
     "one completion": (lambda completions: completions[0], "must be a RolloutBatch or a list of completions"),
     "token ids": (lambda completions: [[1, 2]], "must be a RolloutBatch or a list of completions"),
     "an id too high": (change(token_ids=(97,), sampled_mask=(1,), logprobs=(0.0,)), "completion 0 holds token id 97"),
@@ -160,6 +160,16 @@ BAD = {
     ),
     "a short mask": (change(sampled_mask=()), "completion 0 has .* another length"),
     "short log-probabilities": (change(logprobs=(0.0,)), "completion 0 has .* another length"),
+    "a mask of other numbers": (
+        lambda completions: [dataclasses.replace(completions[0], sampled_mask=(2,) * len(completions[0].token_ids))],
+        "sampled_mask of completion 0 must be zeros and ones",
+    ),
+    "another reason": (change(finish_reason="ended"), "finish_reason of completion 0 must be one of stop, length"),
+    "a prompt by name": (change(prompt_index="first"), "prompt_index of completion 0 must be a whole number"),
+    "a sample that is none": (change(sample_index=None), "sample_index of completion 0 must be a whole number"),
+    "half a stream": (change(stream=(1,)), "stream of completion 0 must be two whole numbers"),
+    "a stream of words": (change(stream=("a", "b")), "stream of completion 0 must be two whole numbers"),
+    "a stream too long": (change(stream=(2**31, 0)), "stream of completion 0 must be two whole numbers"),
     "no stream": (change(stream=None), "completion 0 was drawn by model.generate"),
     "an empty prompt": (change(prompt_ids=()), "prompt 0 is empty"),
     "a strange prompt": (change(prompt_ids=(1, 97)), "prompt 0 holds token id 97"),

@@ -9,13 +9,13 @@ from torch import nn
 
 
 def adapter_state(modules: Sequence[nn.Module]) -> str:
-    """Which adapters of the modules are disabled, active, merged and how they are scaled; empty without PEFT.
+    """Which adapters of the modules are disabled, active, merged and how they are scaled; none without PEFT.
 
     None of these moves a tensor, and a captured step would go on as it was captured.
     """
     adapted = {kind for kind in set(map(type, modules)) if _is_adapted(kind)}
     if not adapted:
-        return ""
+        return "none"
     states = [_state(module) for module in modules if type(module) in adapted]
     distinct = list(dict.fromkeys(states))
     if len(distinct) < 2:
