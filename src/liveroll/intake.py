@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from liveroll.call import Call, make_call, spread_sampling
 from liveroll.config import RolloutConfig
-from liveroll.errors import ConfigError
+from liveroll.errors import ConfigError, PromptError
+from liveroll.model.inherited import check_inherited
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import PromptBatch, Prompts, is_empty, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
@@ -90,6 +91,7 @@ class Intake:
 
         Unless it `may_be_empty`, there must be some.
         """
+        check_inherited(self._model)
         pad, vocab_size = self.padding_token, self.vocabulary.size
         batches: list[PromptBatch] = []
         starts: tuple[Start, ...] = ()
@@ -97,7 +99,9 @@ class Intake:
             continued, starts = read_completions(inputs.continue_from, pad_token_id=pad, vocab_size=vocab_size)
             batches += [] if continued is None else [continued]
         prompts = None if may_be_empty and is_empty(inputs.prompts) else inputs.prompts
-        if prompts is not None or not (batches or may_be_empty):
+        if prompts is None and not (batches or may_be_empty):
+            raise PromptError("there is nothing to generate; give prompts, or completions in continue_from")
+        if prompts is not None:
             new = read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size)
             batches.append(new)
             starts += read_prefixes(inputs.response_prefix, len(new.prompts), self._tokenizer, vocab_size)

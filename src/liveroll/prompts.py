@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from liveroll.errors import ConfigError, PromptError
+from liveroll.model.inherited import read_ids
 from liveroll.types import RolloutRequest
 
 Prompts = RolloutRequest | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]]
@@ -63,8 +64,7 @@ def padding_token(model: PreTrainedModel, tokenizer: Any) -> int:
         PromptError: there is a tokenizer and none of the four is set.
     """
     own = model.generation_config
-    eos = own.eos_token_id
-    candidates = [own.pad_token_id, eos[0] if isinstance(eos, list) else eos]
+    candidates: list[Any] = [*read_ids(own.pad_token_id), *read_ids(own.eos_token_id)[:1]]
     candidates += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
     for candidate in candidates:
         if candidate is not None:

@@ -16,8 +16,8 @@ from liveroll.config_checks import (
 from liveroll.errors import ConfigError
 
 # Logits divided by less, or multiplied by more, leave the range of fp32.
-_LEAST_TEMPERATURE = 1e-6
-_LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
 # Far more than any logit, and far from the range of fp32.
 _MOST_ADDED = 1e6
 # The alternatives of a token are found one by one, and its kept ids are copied to the host in every step.
@@ -39,7 +39,8 @@ class SamplingConfig:
         min_new_tokens: tokens before which no stop token may be chosen, counted in the same way.
         n: samples of each prompt, which is prefilled once for all of them. Of no effect on completions that are
             continued.
-        temperature: divides the logits; 0 is greedy, any other value samples and is at least 1e-6.
+        temperature: divides the logits; 0 is greedy, any other value samples and is between 1e-6 and
+            1e6.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
         min_p: keep tokens whose probability is at least this share of the most likely one's; 0 keeps all.
@@ -93,16 +94,16 @@ class SamplingConfig:
         check_whole(self, "max_new_tokens", low=1, optional=True)
         check_whole(self, "min_new_tokens", low=0, optional=True)
         check_whole(self, "n", low=1)
-        check_number(self, "temperature", low=0.0, optional=True)
-        if self.temperature and self.temperature < _LEAST_TEMPERATURE:
+        check_number(self, "temperature", low=0.0, high=MOST_TEMPERATURE, optional=True)
+        if self.temperature and self.temperature < LEAST_TEMPERATURE:
             raise ConfigError(
-                f"SamplingConfig.temperature must be 0, for greedy, or at least {_LEAST_TEMPERATURE:g}, "
+                f"SamplingConfig.temperature must be 0, for greedy, or at least {LEAST_TEMPERATURE:g}, "
                 f"not {self.temperature:g}"
             )
         check_whole(self, "top_k", low=0, optional=True)
         check_number(self, "top_p", low=0.0, high=1.0, low_open=True, optional=True)
         check_number(self, "min_p", low=0.0, high=1.0, optional=True)
-        check_number(self, "repetition_penalty", low=_LEAST_PENALTY, high=_MOST_PENALTY, optional=True)
+        check_number(self, "repetition_penalty", low=LEAST_PENALTY, high=MOST_PENALTY, optional=True)
         check_number(self, "presence_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_number(self, "frequency_penalty", low=-_MOST_ADDED, high=_MOST_ADDED)
         check_whole(self, "seed", low=0, optional=True)

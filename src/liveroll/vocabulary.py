@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from liveroll.errors import ConfigError
+from liveroll.model.inherited import read_ids
 from liveroll.types import ResolvedSampling
 
 
@@ -42,8 +43,7 @@ class Vocabulary:
         count = len(tokenizer)
         if self._known[0] != count:  # the whole vocabulary is looked at once, and again when tokens were added
             self._known = (count, 1 + max(tokenizer.get_vocab().values(), default=-1))
-        eos = self._model.generation_config.eos_token_id
-        ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        ends = read_ids(self._model.generation_config.eos_token_id)
         return min(max(self._known[1], 1 + max(ends, default=-1)), self.size)
 
     def check(self, samplings: Sequence[ResolvedSampling]) -> None:

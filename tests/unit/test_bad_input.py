@@ -55,7 +55,7 @@ BAD_PROMPTS = {
     "bytes": (b"hello", "list of prompts .* not a bytes"),
     "one conversation": ([{"role": "user", "content": "x"}], "prompt 0 must be"),
     "a bare mapping": ({"input_ids": [[1]]}, "list of prompts .* not a dict"),
-    "None": (None, "list of prompts .* not a NoneType"),
+    "None": (None, "nothing to generate; give prompts, or"),
     "a generator": ((prompt for prompt in [[1]]), "list of prompts .* not a generator"),
     "what a tokenizer gives": (character_tokenizer()(["a"]), "BatchEncoding; .*RolloutRequest.prompt_ids=input_ids"),
     "a bare array": (np.array([[1, 2]]), "list of prompts .* not a ndarray"),

@@ -195,7 +195,12 @@ def test_pad_is_the_first_that_exists(inherited, fallback, pad):
         ({"pad_token_id": -1}, {}, "pad_token_id"),
         ({"do_sample": True, "temperature": 0.0}, {}, "temperature"),
         ({"do_sample": True, "top_k": -1}, {}, "top_k"),
-        ({"repetition_penalty": 0.0}, {}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, {}, "generation_config.repetition_penalty must be at least 1e-06"),
+        ({"repetition_penalty": 1e-300}, {}, "generation_config.repetition_penalty must be at least 1e-06"),
+        ({"repetition_penalty": 1e300}, {}, "generation_config.repetition_penalty must be .* at most 1e"),
+        ({"do_sample": True, "temperature": 1e-300}, {}, "generation_config.temperature must be at least 1e-06"),
+        ({"do_sample": True, "temperature": 1e300}, {}, "generation_config.temperature must be .* at most 1e"),
+        ({"sequence_bias": [[[3], 1e38]]}, {}, "generation_config.sequence_bias=.* within 1e"),
     ],
 )
 def test_impossible_values_are_named(inherited, sampling, field):

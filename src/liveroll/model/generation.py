@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import reprlib
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from transformers import GenerationConfig
 
 from liveroll.errors import ConfigError, PromptError, UnsupportedGenerationError
 from liveroll.model.generate_arguments import generate_kwargs
+from liveroll.model.inherited import read_ids, read_number
 from liveroll.model.single_tokens import read_bias, read_forbidden
 from liveroll.model.switches import INSTEAD, refuse_unsupported
 from liveroll.model.versions import PreparedGeneration, prepare_generation_config
@@ -74,7 +74,7 @@ def resolve_sampling(
     _refuse_changed_batch(prepared.model_kwargs, handed, batch)
     _refuse_changed_request(config, request)
 
-    stop_token_ids = _token_ids(config.eos_token_id)
+    stop_token_ids = read_ids(config.eos_token_id)
     stop_field = "generation_config.eos_token_id" if sampling.stop_token_ids is None else "stop_token_ids"
     _check_vocabulary(stop_field, stop_token_ids, vocab_size)
     pad_token_id = _resolve_pad(config, model.generation_config.pad_token_id, stop_token_ids, pad_fallback)
@@ -91,11 +91,11 @@ def resolve_sampling(
         min_new_tokens=min(min_new_tokens, max_new_tokens),
         n=sampling.n,
         do_sample=do_sample,
-        temperature=_number(config, "temperature", unset=1.0, positive=True) if do_sample else 1.0,
-        top_k=int(_number(config, "top_k", unset=0)) if do_sample else 0,
-        top_p=_number(config, "top_p", unset=1.0, high=1.0) if do_sample else 1.0,
-        min_p=_number(config, "min_p", unset=0.0, high=1.0) if do_sample else 0.0,
-        repetition_penalty=_number(config, "repetition_penalty", unset=1.0, positive=True),
+        temperature=read_number(config, "temperature", unset=1.0) if do_sample else 1.0,
+        top_k=int(read_number(config, "top_k", unset=0)) if do_sample else 0,
+        top_p=read_number(config, "top_p", unset=1.0) if do_sample else 1.0,
+        min_p=read_number(config, "min_p", unset=0.0) if do_sample else 0.0,
+        repetition_penalty=read_number(config, "repetition_penalty", unset=1.0),
         stop_token_ids=stop_token_ids,
         stop=tuple(sampling.stop),
         include_stop=sampling.include_stop,
@@ -140,7 +140,7 @@ def _refuse_changed_request(config: GenerationConfig, request: dict[str, Any]) -
     for name, wanted in request.items():
         value = getattr(config, name)
         if name == "eos_token_id":
-            wanted, value = _token_ids(wanted), _token_ids(value)
+            wanted, value = read_ids(wanted), read_ids(value)
         if name != "repetition_penalty" and value != wanted:
             raise _preparer_error(f"changed {name} from the requested {wanted!r} to {value!r}")
 
@@ -180,28 +180,7 @@ def _resolve_pad(
     return pad
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     outside = [token for token in token_ids if not 0 <= token < vocab_size]
     if outside:
         raise ConfigError(f"{field} holds {reprlib.repr(outside)}; the ids of this model are 0 to {vocab_size - 1}")
-
-
-def _number(
-    config: GenerationConfig, name: str, *, unset: float, positive: bool = False, high: float = math.inf
-) -> float:
-    value = getattr(config, name)
-    if value is None:
-        return unset
-    if not 0 <= value <= high or (positive and value == 0):
-        raise ConfigError(
-            f"generation_config.{name}={value!r} is out of range: correct it, or give SamplingConfig.{name}"
-        )
-    return float(value)

@@ -15,6 +15,9 @@ from liveroll.model.switches import INSTEAD
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+# Penalties and temperatures, at the ends of their ranges, leave what is no larger within the range of float32.
+_MOST_BIAS = 1e20
+
 
 def read_bias(config: GenerationConfig, vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Token ids and biases of `sequence_bias`, ascending; those of -inf, which forbid, are left to `read_forbidden`.
@@ -52,8 +55,8 @@ def _biases(config: GenerationConfig, vocab_size: int) -> dict[int, float]:
         entries = [(tokens, float(bias)) for tokens, bias in pairs]
     except (TypeError, ValueError):
         raise _malformed(config, "sequence_bias", "must map lists of token ids to numbers") from None
-    if not all(bias < math.inf for _, bias in entries):
-        raise _malformed(config, "sequence_bias", "must hold numbers that are not NaN or +inf")
+    if not all(bias == -math.inf or abs(bias) <= _MOST_BIAS for _, bias in entries):
+        raise _malformed(config, "sequence_bias", f"must hold -inf or numbers within {_MOST_BIAS:g} of 0, not NaN")
     return {_single(config, "sequence_bias", tokens, vocab_size): bias for tokens, bias in entries}
 
 
