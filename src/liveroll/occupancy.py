@@ -42,11 +42,12 @@ class Occupancy:
         """
         if self._claim is not None:
             raise EngineStateError("this engine is running, or a stream of it is still open; exhaust or close it first")
-        claim = self._claim = Claim()
+        claim = Claim()
         try:
+            self._claim = claim
             yield claim
         finally:
-            if self.holds(claim):
+            if self._claim is claim:
                 self._claim = None
 
     def holds(self, claim: Claim) -> bool:

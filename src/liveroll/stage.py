@@ -143,7 +143,8 @@ class Stage:
             with self._decoder.fusion.observe():
                 shape, dtype = probe(self._model, group)
             check_shape(shape, self._guard.own)
-            self._probed = (key, shape, dtype)
+            # Last of all, so that a probe that is interrupted is made again.
             self._geometry = counted_geometry(shape, dtype)
+            self._probed = (key, shape, dtype)
         assert self._probed is not None
         return self._probed[1:]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Lock
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,21 +19,22 @@ from liveroll.model.versions import AttentionSwitch
 _Names = list[tuple[PretrainedConfig, str]]
 """Configurations that modules read, and the attention implementation that each names."""
 
-_rolled_out: WeakSet[nn.Module] = WeakSet()
-_lock = Lock()
+_rolled_out: dict[int, object] = {}
+"""The models that are rolled out, by their identity, and what rolls each out."""
 
 
 @contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
     """Keep other rollouts off a model, by another engine's thread or from inside a forward."""
-    with _lock:
-        if model in _rolled_out:
-            raise EngineStateError("another rollout of this model is running, in another thread or around this one")
-        _rolled_out.add(model)
+    me = object()
     try:
+        # One operation, so that neither threads nor interrupts come between.
+        if _rolled_out.setdefault(id(model), me) is not me:
+            raise EngineStateError("another rollout of this model is running, in another thread or around this one")
         yield
     finally:
-        _rolled_out.discard(model)
+        if _rolled_out.get(id(model)) is me:
+            del _rolled_out[id(model)]
 
 
 class ModelGuard:
@@ -103,24 +102,28 @@ class ModelGuard:
     def our_attention(self) -> Iterator[None]:
         """Inside, the model's layers call `liveroll.attention.interface.attention`."""
         self.own = self._attention.name
-        self._own = self._attention.find(self.modules)
+        own = self._own = self._attention.find(self.modules)
         self._ours = [(config, interface.NAME) for config, _ in self._own]
-        with self._switched(self._ours, back=self._own):
-            yield
+        with self._switched(self._ours, back=lambda: own):
+            try:
+                yield
+            finally:
+                # An interrupt may keep `own_attention` from its end until after this one, and ours is over then.
+                self._ours = []
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
         """Inside `our_attention`, the model's own implementation."""
-        with self._switched(self._own, back=self._ours):
+        with self._switched(self._own, back=lambda: self._ours):
             yield
 
     @contextmanager
-    def _switched(self, names: _Names, *, back: _Names) -> Iterator[None]:
+    def _switched(self, names: _Names, *, back: Callable[[], _Names]) -> Iterator[None]:
         try:
             self._attention.set(names)
             yield
         finally:
-            restore_in_full(lambda: self._attention.set(back))
+            restore_in_full(lambda: self._attention.set(back()))
 
 
 def _set_training(modules: list[nn.Module], flag: bool) -> None:
