@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import liveroll
@@ -78,16 +79,28 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype, device: str, std: float = 0.02) -> PreTrainedModel:
-    """A model of a known geometry with seeded random weights, made on the device."""
+def build(
+    name: str,
+    dtype: torch.dtype,
+    device: str,
+    std: float = 0.02,
+    divide: Callable[[PreTrainedModel], None] | None = None,
+) -> PreTrainedModel:
+    """A model of a known geometry with seeded random weights, made on the device.
+
+    `divide` may share the model out to ranks before it takes memory; each then draws its part by itself.
+    """
     settings = dict(GEOMETRIES[name])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if divide is not None:
+        divide(model)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        for path, whole in model.named_parameters():
+            parameter = whole.to_local() if isinstance(whole, DTensor) else whole
             if parameter.dim() > 1:
                 parameter.normal_(0.0, std, generator=generator)
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import tempfile
 import time
 import warnings
@@ -9,9 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import build, median, milliseconds, prompts_of
+from common import COPY_BYTES_PER_SECOND, build, median, milliseconds, prompts_of
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
@@ -31,7 +36,7 @@ TINY = {
 }
 STD = 0.2
 """Deviation of the tiny model's weights: large, so that its two most likely tokens are seldom within rounding."""
-PARTS = ("tp", "dp", "fsdp", "fsdp_layers")
+PARTS = ("tp", "dp", "fsdp", "fsdp_layers", "tail")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = {"32x16/128": [16] * 32, "1x512+31x16/128": [512] + [16] * 31}
 
@@ -64,6 +69,31 @@ def divide(model: PreTrainedModel) -> PreTrainedModel:
         dist.barrier()
     divided.generation_config = model.generation_config
     return divided.eval()
+
+
+def divide_layers(model: PreTrainedModel) -> None:
+    """Share the layers of a model without memory out to all ranks, the way its own plan does."""
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    if not model.config.tie_word_embeddings:
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+
+
+def floor_ms(model: PreTrainedModel, lengths: list[int], new: int) -> float:
+    """Milliseconds that the decode steps of a rank take at least: its weights, and the keys and values of its heads."""
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    weights = sum(parameter.nbytes for parameter in own)
+    if not model.config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.nbytes
+    projections = (model.model.layers[0].self_attn.k_proj, model.model.layers[0].self_attn.v_proj)
+    widths = [p.weight.to_local() if isinstance(p.weight, DTensor) else p.weight for p in projections]
+    token = model.config.num_hidden_layers * sum(map(len, widths)) * model.dtype.itemsize
+    keys = sum((new - 1) * length + new * (new - 1) // 2 for length in lengths)
+    return ((new - 1) * weights + keys * token) / COPY_BYTES_PER_SECOND * 1e3
 
 
 def shard(model: PreTrainedModel) -> PreTrainedModel:
@@ -164,23 +194,65 @@ def run_rounds(part: str, dtype: torch.dtype, device: str, rounds: int) -> dict[
 def time_cases(part: str, name: str, device: str) -> dict[str, Any]:
     """Wall times of the cases on a large model in bf16."""
     rank = dist.get_rank()
-    model = make(name, torch.bfloat16, device)
-    model = divide(model) if part == "tp" else shard(model) if part.startswith("fsdp") else model
+    model = build(name, torch.bfloat16, device, divide=divide_layers if part == "tp" else None)
+    model = shard(model) if part.startswith("fsdp") else model
     config = RolloutConfig(max_slots=32, max_length=640, compile=False, gather_weights=part != "fsdp_layers")
     engine = RolloutEngine(model, config=config)
     result: dict[str, Any] = {}
     for case, lengths in CASES.items():
         prompts = prompts_of(lengths, model.config.vocab_size, seed=1 if part == "tp" else 1 + rank)
         times = milliseconds(lambda prompts=prompts: tokens_of(engine, prompts, 128), repeats=3)
-        result[case] = {"ms": median(times), "all ms": [round(each, 1) for each in times]}
+        floor = floor_ms(model, lengths, 128)
+        result[case] = {
+            "ms": median(times),
+            "all ms": [round(each, 1) for each in times],
+            "share of the floor": round(floor / median(times), 3),
+        }
     result["captures"] = engine.captures
     result["GiB reserved"] = round(torch.cuda.memory_reserved() / 2**30, 1) if device != "cpu" else None
     engine.shutdown()
     return result
 
 
+def time_tail(name: str, device: str) -> dict[str, Any]:
+    """Long-tail answers, as long for all samples of a prompt, shared out by the queue and by a static split."""
+    rank = dist.get_rank()
+    model = make(name, torch.bfloat16, device)
+    draw = random.Random(rank)
+    prompts = prompts_of([draw.randint(16, 64) for _ in range(16)], model.config.vocab_size, seed=1 + rank)
+    longest, median_length = (48, 12) if name == "tiny" else (512, 128)
+    budgets = [min(longest, max(8, round(draw.lognormvariate(math.log(median_length), 1.0)))) for _ in prompts]
+    sampling = [SamplingConfig(max_new_tokens=budget, n=8, seed=1, stop_token_ids=()) for budget in budgets]
+    result: dict[str, Any] = {"tokens asked for": 8 * sum(budgets), "captures": 0}
+    seen = []
+    for balance in ("static", "queue"):
+        config = RolloutConfig(max_slots=32, max_length=longest + 64, balance=balance)
+        engine = RolloutEngine(model, config=config)
+        batches = []
+
+        def call(engine=engine, batches=batches) -> None:
+            dist.barrier()
+            batches.append(engine.generate(prompts, sampling, group=dist.group.WORLD))
+
+        times = milliseconds(call, repeats=3)
+        waited = [batch.stats.waited_seconds / batch.stats.seconds for batch in batches[1:]]
+        result[balance] = {
+            "ms": median(times),
+            "all ms": [round(each, 1) for each in times],
+            "waited": round(max(waited), 3),
+            "tokens sampled here": batches[-1].stats.new_tokens,
+        }
+        result["captures"] += engine.captures
+        seen.append([completion.token_ids for completion in batches[-1].completions])
+        engine.shutdown()
+    result["same tokens both ways"] = seen[0] == seen[1]
+    return result
+
+
 def run_part(part: str, model: str, rounds: int, device: str) -> dict[str, Any]:
     """What this rank makes of a part."""
+    if part == "tail":
+        return {"bf16": time_tail(model, device)}
     if model != "tiny":
         return {"bf16": time_cases(part, model, device)}
     return {name: run_rounds(part, dtype, device, rounds) for name, dtype in DTYPES.items()}

@@ -1,6 +1,6 @@
 """Rollouts of one model on several ranks, held to one GPU's: tensor-parallel, data-parallel, and fully sharded.
 
-    python benchmarks/ranks.py [--cpu N] [--rounds 6] [--model tiny|8B] [--parts tp dp fsdp ...] [--out FOLDER]
+    python benchmarks/ranks.py [--cpu N] [--rounds 6] [--model tiny|3B|8B|32B] [--parts tp dp fsdp ...] [--out FOLDER]
     torchrun --nproc-per-node N benchmarks/ranks.py [...]
 
 By itself it starts one process for each GPU that it finds, or N that talk through gloo with `--cpu`. Each part is a
@@ -9,8 +9,9 @@ torchrun the parts share their processes, and the first that hangs is the last.
 
 `tiny` rounds are rollouts with an optimizer step between them, in fp32 and bf16. Their fp32 tokens must be those of one
 rank without sharding, which rank 0 computes beforehand. `tp` also moves a parameter on the last rank, and every part
-leaves its process group after `shutdown()`. `8B` only times 32 prompts of 16 tokens, and one of 512 beside 31 of 16,
-with 128 new tokens each, in bf16.
+leaves its process group after `shutdown()`. Larger models only time 32 prompts of 16 tokens, and one of 512 beside 31
+of 16, with 128 new tokens each, in bf16, against the memory floor of a rank. `tail` times long-tail answers shared out
+by the queue and by a static split, and how long ranks waited for each other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from common import GEOMETRIES, median, report
-from rank_parts import CASES, PARTS, run_part
+from rank_parts import PARTS, run_part
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -148,8 +149,10 @@ def show(parts: dict[str, Any]) -> None:
                 times = f"{rounds['ms'][0]:.0f} {median(rounds['ms'][1:] or rounds['ms']):.1f}"
                 print(f"{part:12} {dtype:5} {least:12.4f} {rounds['captures']!s:>16} {times:>22}")
             else:
-                for case in CASES:
-                    print(f"{part:12} {dtype:5} {case:>29} {rounds[case]['ms']:>22.1f}")
+                for case, found in rounds.items():
+                    if isinstance(found, dict):
+                        rest = {name: value for name, value in found.items() if name not in ("ms", "all ms")}
+                        print(f"{part:12} {dtype:5} {case:>29} {found['ms']:>22.1f}  {rest}")
         for line in result["wrong"]:
             print(f"{part:12} WRONG {line}")
 
