@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import tempfile
@@ -34,9 +35,14 @@ TINY = {
     "max_position_embeddings": 1024,
     "use_sliding_window": False,
 }
+RATE = 0.05
+"""Learning rate of the descent between rounds."""
 STD = 0.2
 """Deviation of the tiny model's weights: large, so that its two most likely tokens are seldom within rounding."""
-PARTS = ("tp", "dp", "fsdp", "fsdp_layers", "tail")
+DEEPSPEED = ("autotp", "zero3")
+PARTS = ("tp", "dp", "fsdp", "fsdp_layers", "tail", *(DEEPSPEED if importlib.util.find_spec("deepspeed") else ()))
+DIVIDED = ("tp", "autotp")
+"""Parts in which all ranks compute each layer together."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = {"32x16/128": [16] * 32, "1x512+31x16/128": [512] + [16] * 31}
 
@@ -102,6 +108,33 @@ def shard(model: PreTrainedModel) -> PreTrainedModel:
     return fully_shard(model)
 
 
+def initialize(part: str, model: PreTrainedModel) -> Any:
+    """The model as DeepSpeed trains it, divided by AutoTP or partitioned by ZeRO-3."""
+    import deepspeed
+
+    auto_tp = {"tensor_parallel": {"autotp_size": dist.get_world_size()}, "zero_optimization": {"stage": 0}}
+    zero3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": model.dtype == torch.bfloat16},
+        **(auto_tp if part == "autotp" else zero3),
+    }
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train_by_deepspeed(trainer: Any, batch: torch.Tensor) -> None:
+    """One step of its own optimizer."""
+    trainer.train()
+    trainer.backward(trainer(input_ids=batch, labels=batch).loss)
+    trainer.step()
+    trainer.eval()
+
+
 def train(model: Any, batch: torch.Tensor, average: bool) -> None:
     """One step of plain descent; `average` over ranks that hold whole models."""
     model.train()
@@ -113,7 +146,7 @@ def train(model: Any, batch: torch.Tensor, average: bool) -> None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
             # Steps of one size, so that rounding of small gradients does not decide about tokens.
-            parameter.sub_(parameter.grad, alpha=0.05)
+            parameter.sub_(parameter.grad, alpha=RATE)
             parameter.grad = None
     model.eval()
 
@@ -130,7 +163,7 @@ def tokens_of(engine: RolloutEngine, prompts: list[list[int]], new: int) -> list
 
 def requests(part: str, rank: int, vocab_size: int) -> list[list[int]]:
     """All ranks have one batch of prompts under tensor parallelism, and each its own elsewhere."""
-    own = 0 if part == "tp" else rank
+    own = 0 if part in DIVIDED else rank
     return prompts_of([4 + (7 * index + 3 * own) % 40 for index in range(8 + own % 3)], vocab_size, seed=1 + own)
 
 
@@ -143,7 +176,7 @@ def expected(part: str, dtype: torch.dtype, device: str, rounds: int, ranks: int
     model = make("tiny", dtype, device)
     engine = engine_for(model)
     vocab_size, seen = model.config.vocab_size, []
-    given = batches(vocab_size, 1 if part == "tp" else ranks, device)
+    given = batches(vocab_size, 1 if part in DIVIDED else ranks, device)
     for index in range(rounds):
         if index:
             train(model, torch.cat(given), average=False)
@@ -163,13 +196,18 @@ def run_rounds(part: str, dtype: torch.dtype, device: str, rounds: int) -> dict[
         model = divide(model)
     elif part.startswith("fsdp"):
         model = shard(model)
-    batch = batches(vocab_size, 1 if part == "tp" else ranks, device)[0 if part == "tp" else rank]
-    engine = engine_for(model, gather=part != "fsdp_layers")
+    trainer = initialize(part, model) if part in DEEPSPEED else model
+    own = 0 if part in DIVIDED else rank
+    batch = batches(vocab_size, ranks, device)[own]
+    engine = engine_for(trainer, gather=part != "fsdp_layers")
     prompts, same, captures, times = requests(part, rank, vocab_size), [], [], []
     new = [before != after for before, after in pairwise(rows[rank] for rows in wanted[0])]
     for index in range(rounds):
         if index:
-            train(model, batch, average=part == "dp")
+            if part in DEEPSPEED:
+                train_by_deepspeed(trainer, batch)
+            else:
+                train(model, batch, average=part == "dp")
         dist.barrier()
         started = time.perf_counter()
         seen = tokens_of(engine, prompts, 24)
@@ -179,7 +217,7 @@ def run_rounds(part: str, dtype: torch.dtype, device: str, rounds: int) -> dict[
         captures.append(engine.captures)
     result: dict[str, Any] = {"same tokens": same, "captures": captures, "replays": engine.replays, "ms": times}
     result["steps that changed tokens"] = sum(new)
-    if part == "tp":
+    if part in DIVIDED:
         if rank == ranks - 1:
             projection = model.model.layers[1].mlp.down_proj
             projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
@@ -188,6 +226,8 @@ def run_rounds(part: str, dtype: torch.dtype, device: str, rounds: int) -> dict[
         result["recapture reasons"] = engine.recapture_reasons
     engine.shutdown()
     result["bytes after shutdown"] = engine.memory().total
+    if part in DEEPSPEED:
+        trainer.destroy()
     return result
 
 

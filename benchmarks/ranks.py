@@ -8,10 +8,11 @@ group of processes of its own with a limit of time, so that one that fails or ha
 torchrun the parts share their processes, and the first that hangs is the last.
 
 `tiny` rounds are rollouts with an optimizer step between them, in fp32 and bf16. Their fp32 tokens must be those of one
-rank without sharding, which rank 0 computes beforehand. `tp` also moves a parameter on the last rank, and every part
-leaves its process group after `shutdown()`. Larger models only time 32 prompts of 16 tokens, and one of 512 beside 31
-of 16, with 128 new tokens each, in bf16, against the memory floor of a rank. `tail` times long-tail answers shared out
-by the queue and by a static split, and how long ranks waited for each other.
+rank without sharding, which rank 0 computes beforehand. `tp` and, by DeepSpeed's AutoTP, `autotp` also move a parameter
+on the last rank; that and `zero3` are there where DeepSpeed is. Every part leaves its process group after `shutdown()`.
+Larger models only time 32 prompts of 16 tokens, and one of 512 beside 31 of 16, with 128 new tokens each, in bf16,
+against the memory floor of a rank. `tail` times long-tail answers shared out by the queue and by a static split, and
+how long ranks waited for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from common import GEOMETRIES, median, report
-from rank_parts import PARTS, run_part
+from rank_parts import DIVIDED, PARTS, run_part
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -110,9 +111,9 @@ def judge(part: str, seen: list[dict[str, Any]], left: list[int], started: float
                 wrong.append(f"rank {rank}: fp32 tokens differ: {rounds['same tokens']}")
             if isinstance(rounds, dict) and isinstance(rounds["captures"], list):
                 once, counts = rounds["captures"][0], rounds["captures"]
-                if part in ("tp", "dp") and (counts != [once] * len(counts) or not once):
+                if part in ("dp", *DIVIDED) and (counts != [once] * len(counts) or not once):
                     wrong.append(f"rank {rank}, {dtype}: captures {counts}")
-                if part == "tp" and rounds["captures after a move on the last rank"] != 2 * once:
+                if part in DIVIDED and rounds["captures after a move on the last rank"] != 2 * once:
                     wrong.append(f"rank {rank}, {dtype}: a move on the last rank was not captured again")
                 if rounds["bytes after shutdown"]:
                     wrong.append(f"rank {rank}, {dtype}: {rounds['bytes after shutdown']} bytes after shutdown()")
