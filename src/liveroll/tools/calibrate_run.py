@@ -18,6 +18,7 @@ from liveroll.planning.fit import COEFFICIENTS, Measurement, errors_of
 from liveroll.tools.checkpoint import load_checkpoint
 from liveroll.tools.grid import Cell, WorkloadRange, plan_grid
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption, meta_path
+from liveroll.tools.outputs import check_output
 
 if TYPE_CHECKING:
     from liveroll.tools.calibrate import Calibration
@@ -84,10 +85,11 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
         console: where the progress bar is shown.
 
     Raises:
-        ConfigError: the model cannot be loaded, the range is more than it or the memory holds, or the samples kept
-            are of something else.
+        ConfigError: the file cannot be written to, the model cannot be loaded, the range is more than it or the
+            memory holds, or the samples kept are of something else.
         LiverollError: as `calibrate` raises.
     """
+    check_output(options.out)
     config = RolloutConfig(capture=options.capture, compile=options.compile, fuse=options.fuse)
 
     from liveroll.model.identity import describe_origin
@@ -116,10 +118,14 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
             journal.write({"index": indexes[sample.id], "id": sample.id, **times})
             bar.advance(sample.cell)
 
-        calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
-        write_costs(options.out, calibration.file)
-    path.unlink()
-    meta_path(path).unlink()
+        try:
+            calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
+            write_costs(options.out, calibration.file)
+        except BaseException:
+            if not path.stat().st_size:
+                _forget(path)
+            raise
+        _forget(path)
     return calibration
 
 
@@ -149,6 +155,11 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
         f"average, {worst:.1%} at worst",
         highlight=False,
     )
+
+
+def _forget(journal: Path) -> None:
+    journal.unlink()
+    meta_path(journal).unlink()
 
 
 def _order(point: Measurement) -> tuple[str, str, int, int]:
