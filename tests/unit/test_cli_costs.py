@@ -67,7 +67,9 @@ def test_calibrate_shows_the_error_of_each_point(tmp_path):
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
-    """Guards against samples lost at Ctrl-C, or taken again, and against mixing those of other settings."""
+    """Guards against samples lost at Ctrl-C, or taken again, against mixing those of other settings, and a
+    traceback for one that was edited.
+    """
     out = tmp_path / "costs.json"
     timed = []
     time = Stopwatch.time
@@ -90,6 +92,10 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     assert "was made with other settings" in shown
     assert "measured.capture: true then, false now" in shown
     assert journal.read_text().splitlines() == kept
+
+    journal.write_text("\n".join(line.replace("wall_ms", "wall") for line in kept) + "\n")
+    assert f"line 1 of {journal} holds no times" in calibrate(out, expect=2)
+    journal.write_text("\n".join(kept) + "\n")
 
     added = []
     write = Journal.write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from liveroll.config import RolloutConfig
 from liveroll.config_checks import check_whole
+from liveroll.errors import ConfigError
 from liveroll.planning.costs_file import write_costs
 from liveroll.planning.fit import COEFFICIENTS, Measurement, errors_of
 from liveroll.tools.checkpoint import load_checkpoint
@@ -172,10 +174,13 @@ def _read_samples(path: Path, keep: int, places: list[tuple[int, Cell]]) -> dict
 
     known: dict[str, Sample] = {}
     if keep:
-        for line in path.read_bytes()[:keep].splitlines():
+        for number, line in enumerate(path.read_bytes()[:keep].splitlines(), start=1):
             row: dict[str, Any] = json.loads(line)
+            times: list[Any] = [row.get(name) for name in ("wall_ms", "prefill_ms", "decode_ms")]
+            if not all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in times):
+                raise ConfigError(f"line {number} of {path} holds no times; give --overwrite to measure again")
             repeat, cell = places[row["index"]]
-            sample = Sample(cell, repeat, row["wall_ms"], row["prefill_ms"], row["decode_ms"])
+            sample = Sample(cell, repeat, *times)
             known[sample.id] = sample
     return known
 
