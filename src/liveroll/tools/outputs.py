@@ -22,4 +22,4 @@ def check_output(out: Path) -> None:
     if not out.parent.is_dir():
         raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ConfigError(f"cannot write to {out}: permission denied")
+        raise ConfigError(f"cannot write to {out}: it, or the folder, may not be written to")
