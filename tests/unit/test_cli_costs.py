@@ -67,9 +67,7 @@ def test_calibrate_shows_the_error_of_each_point(tmp_path):
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
-    """Guards against samples lost at Ctrl-C, or taken again, against mixing those of other settings, and a
-    traceback for one that was edited.
-    """
+    """Guards against samples lost at Ctrl-C, taken again or mixed with others', and a traceback for an edited one."""
     out = tmp_path / "costs.json"
     timed = []
     time = Stopwatch.time
