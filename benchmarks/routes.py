@@ -29,7 +29,8 @@ from liveroll.tools.calibrate import calibrate
 from liveroll.tools.calibrate_run import show_calibration
 from liveroll.tools.embedded import load_embedded
 from liveroll.tools.grid import WorkloadRange
-from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, Case, write_sweep
+from liveroll.tools.sweep_file import write_sweep
+from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, Case
 from liveroll.tools.sweep_run import SweepOptions, show_sweep, sweep_model
 from liveroll.tools.workloads import read_workloads
 

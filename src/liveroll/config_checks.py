@@ -61,11 +61,18 @@ def check_number(
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{_owner(config, name)} must be a number, not {value!r}")
-    inside = math.isfinite(value) and (value > low if low_open else value >= low) and value <= high
+    inside = _is_finite(value) and (value > low if low_open else value >= low) and value <= high
     if not inside:
         bounds = f"{'above' if low_open else 'at least'} {low:g}"
         bounds += f" and at most {high:g}" if math.isfinite(high) else " and finite"
         raise ConfigError(f"{_owner(config, name)} must be {bounds}, not {value}")
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def check_flag(config: Any, name: str, *, optional: bool = False, besides: str = "") -> None:

@@ -16,7 +16,8 @@ class RolloutProfile:
     `model.generate` as a fallback is decode as a whole, its forwards not counted.
 
     Attributes:
-        intake_ms: prompts and settings read and checked, the model put into rollout mode.
+        intake_ms: weights that ranks hold in parts brought to hand, prompts and settings read and checked, the model
+            put into rollout mode.
         planning_ms: how prompts are executed decided, and their admissions split into forwards.
         scheduling_ms: rows and pages given and taken, results taken in.
         cache_ms: KV pages and running batch provided, what captured steps depend on compared, block tables loaded.
@@ -29,7 +30,7 @@ class RolloutProfile:
         decode_device_ms: the same of the decode steps.
         prefill_forwards: forwards over prompts.
         decode_forwards: decode steps.
-        productive_tokens: tokens in the completions.
+        productive_tokens: tokens sampled for the completions, without those that they began with.
         active_capacity: decode steps' rows that gave a token.
         configured_capacity: rows they could have had: `max_slots` times the decode steps.
     """

@@ -90,10 +90,10 @@ class Rollout:
         Raises:
             LiverollError: whatever `generate` raises.
         """
+        stats = self._record()
         with self._occupancy.claim() as claim, self._weights.at_hand() as shared:
-            if self._refusal is None:
-                self._router.settle()
-            stats = self._record()
+            if self._refusal is None and self._router.settle():
+                stats = self._record()  # finding costs is no part of the call
             given = self._intake.read(inputs, may_be_empty=shared)
             prompts = given.prompts
             call = self._complete(given, limits, claim, stats) if prompts.prompts else Call(prompts, (), (), None)

@@ -45,18 +45,23 @@ class Router:
         """The coefficients, with the token limit that holds."""
         self._settled = config.costs != "auto" or config.prefill_route not in ("auto", "bucketed")
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Measure the costs, or find them measured, where the configuration leaves that to the first call.
 
         The model must not be in rollout mode yet.
-        """
-        if not self._settled:
-            from liveroll.tools.costs_cache import find_or_measure
 
-            # A model that the engine cannot run is refused by the call itself, which may fall back.
-            with suppress(UnsupportedModelError):
-                self.costs = find_or_measure(self._model, self._config)
-            self._settled = True
+        Returns:
+            Whether there was something to do.
+        """
+        if self._settled:
+            return False
+        from liveroll.tools.costs_cache import find_or_measure
+
+        # A model that the engine cannot run is refused by the call itself, which may fall back.
+        with suppress(UnsupportedModelError):
+            self.costs = find_or_measure(self._model, self._config)
+        self._settled = True
+        return True
 
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""

@@ -188,7 +188,7 @@ def test_a_prompt_over_the_limit():
     assert plan_buckets([64, 1, 65, 99], CostModel(max_tokens=None), GEOMETRY)
 
 
-@pytest.mark.parametrize("lengths", [[0], [3, -1], [1.5], ["3"], [True], [None], [[1], [2]]], ids=repr)
+@pytest.mark.parametrize("lengths", [[0], [3, -1], [1.5], ["3"], [True], [None], [[1], [2]], [[1], [2, 3]]], ids=repr)
 def test_lengths_that_are_none(lengths):
     """Guards against a plan over prompts that cannot be."""
     with pytest.raises(PromptError, match="lengths must be whole numbers of at least 1"):

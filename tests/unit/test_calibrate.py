@@ -175,15 +175,22 @@ def test_routes_that_need_no_costs_measure_none(folder):
 
 
 def test_a_damaged_file_is_measured_again(folder, small):
-    """Guards against a cache that a full disk once broke, and that no call can do without any more."""
+    """Guards against a cache that a full disk once broke, and that no call can do without any more.
+
+    And against costs of something else under its name.
+    """
     config = RolloutConfig(prefill_route="auto", costs="auto")
     RolloutEngine(MODEL, config=config).generate(PROMPTS, SAMPLED)
     (path,) = folder.iterdir()
-    for damage in ("{", json.dumps({"coefficients": {}})):
+    content = json.loads(path.read_text())
+    other = {**content, "coefficients": {**content["coefficients"], "fixed_ms": 1e6}}
+    other["metadata"] = {**content["metadata"], "device": "an abacus"}
+    for damage in ("{", json.dumps({"coefficients": {}}), json.dumps(other)):
         path.write_text(damage)
         engine = RolloutEngine(MODEL, config=config)
         engine.generate(PROMPTS, SAMPLED)
         assert read_costs(path).coefficients == engine.costs
+        assert engine.costs.fixed_ms < 1e6
     assert [entry.name for entry in folder.iterdir()] == [path.name]
 
 

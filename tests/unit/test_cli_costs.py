@@ -14,7 +14,8 @@ from liveroll.tools.calibrate_run import journal_path
 from liveroll.tools.grid import WorkloadRange, plan_grid
 from liveroll.tools.journal import Journal, meta_path
 from liveroll.tools.measure import Stopwatch, sample_id
-from liveroll.tools.sweep_result import AUTO, CONTENDERS, read_sweep
+from liveroll.tools.sweep_file import read_sweep
+from liveroll.tools.sweep_result import AUTO, CONTENDERS
 
 RANGE = ("--min-length", "2", "--max-length", "6", "--max-batch", "2")
 WORKLOADS = '{"name": "<odd> & even", "lengths": [1, 6, 1]}\n{"name": "even", "lengths": [4, 4]}\n'
@@ -66,7 +67,7 @@ def test_calibrate_shows_the_error_of_each_point(tmp_path):
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
-    """Guards against samples lost at Ctrl-C, or taken again, and against mixing those of other settings."""
+    """Guards against samples lost at Ctrl-C, taken again or mixed with others', and a traceback for an edited one."""
     out = tmp_path / "costs.json"
     timed = []
     time = Stopwatch.time
@@ -89,6 +90,10 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     assert "was made with other settings" in shown
     assert "measured.capture: true then, false now" in shown
     assert journal.read_text().splitlines() == kept
+
+    journal.write_text("\n".join(line.replace("wall_ms", "wall") for line in kept) + "\n")
+    assert f"line 1 of {journal} holds no times" in calibrate(out, expect=2)
+    journal.write_text("\n".join(kept) + "\n")
 
     added = []
     write = Journal.write
@@ -118,6 +123,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         (("--max-batch", "1000000000"), "lower max_batch or max_length"),
         (("--model", "no/such/folder"), "cannot load the model 'no/such/folder'"),
         (("--out", "no/such/folder/costs.json"), "there is no folder"),
+        (("--out", "."), "cannot write to .: it is not a file"),
     ],
 )
 def test_a_wrong_option_of_calibrate(arguments, message, tmp_path):
@@ -125,6 +131,26 @@ def test_a_wrong_option_of_calibrate(arguments, message, tmp_path):
     shown = calibrate(tmp_path / "costs.json", *arguments, expect=2)
     assert message in shown
     assert "Traceback" not in shown
+
+
+def test_a_calibration_that_took_no_sample_leaves_nothing(tmp_path):
+    """Guards against an empty file of samples beside costs that were refused."""
+    assert "meta device" in calibrate(tmp_path / "costs.json", "--device", "meta", expect=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_shown_as_they_are(costs, tmp_path):
+    """Guards against names taken for markup or formulas, which end a sweep, and long ones that hide its times."""
+    names = ["[/]", "$\\frac$", "[red]x[/red]", "\N{CJK UNIFIED IDEOGRAPH-4E2D}", "long " * 40]
+    workloads, out = tmp_path / "w.jsonl", tmp_path / "sweep.json"
+    workloads.write_text("\n".join(json.dumps({"name": name, "lengths": [2]}) for name in names))
+    shown = sweep(costs, workloads, out, "--new-tokens", "2", "--check", "0")
+    assert all(name in shown for name in names[:-1])
+    assert "packed  bucketed  equal width" in shown
+    assert "long long" in shown
+    run("report", out, "--out", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert all(name in text for name in names)
 
 
 def test_sweep_and_report(costs, workloads, tmp_path):
@@ -208,6 +234,7 @@ def test_costs_of_something_else_are_refused(costs, workloads, tmp_path):
         (("--workloads", "no.jsonl"), "cannot read the workloads file no.jsonl"),
         (("--costs", "no.json"), "cannot read the costs file no.json"),
         (("--out", "no/such/folder/sweep.json"), "there is no folder no/such/folder"),
+        (("--out", "."), "cannot write to .: it is not a file"),
     ],
 )
 def test_a_wrong_option_of_sweep(arguments, message, costs, workloads, tmp_path):
@@ -227,8 +254,14 @@ def test_a_file_that_is_no_sweep(content, tmp_path):
     assert "cannot read the sweep" in run("report", tmp_path / "none.json", expect=2)
 
 
-def test_a_page_in_no_folder(costs, workloads, tmp_path):
-    """Guards against a traceback for a folder misspelt."""
+def test_a_page_that_cannot_be_written(costs, workloads, tmp_path):
+    """Guards against a traceback for a folder misspelt, and against a sweep lost under its own page."""
     sweep(costs, workloads, tmp_path / "sweep.json", "--new-tokens", "2", "--check", "0")
-    shown = run("report", tmp_path / "sweep.json", "--out", tmp_path / "none" / "page.html", expect=2)
-    assert "there is no folder" in shown
+    before = (tmp_path / "sweep.json").read_text()
+    for out, message in (
+        (tmp_path / "none" / "page.html", "there is no folder"),
+        (tmp_path, "it is not a file"),
+        (tmp_path / "sweep.json", "written over the sweep"),
+    ):
+        assert message in run("report", tmp_path / "sweep.json", "--out", out, expect=2)
+    assert (tmp_path / "sweep.json").read_text() == before

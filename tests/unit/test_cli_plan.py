@@ -92,6 +92,10 @@ def test_a_file_of_costs(checkpoint, tmp_path):
         (("--lengths", ""), "--lengths must be whole numbers"),
         (("--lengths", "3,0"), "--lengths holds 0; every prompt needs at least one token"),
         (("--lengths", "600", "--max-new-tokens", "4"), "max_position_embeddings is 512"),
+        (
+            ("--lengths", "3,99999999999999"),
+            "--lengths holds 99999999999999, and the model's max_position_embeddings is",
+        ),
         (("--lengths", "3", "--route", "fast"), "RolloutConfig.prefill_route must be one of packed, "),
         (("--lengths", "3", "--max-slots", "0"), "RolloutConfig.max_slots must be at least 1"),
         (("--lengths", "3", "--costs", "none.json"), "cannot read the costs file none.json"),

@@ -113,7 +113,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, case):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"costs"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"costs"', "\x00", "[" * 100_000], ids=len)
 def test_a_file_of_something_else(tmp_path, text):
     """Guards against an error of the JSON module, or of a type, where a message is due."""
     path = tmp_path / "costs.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,10 @@ class Clock:
         self.now = 100.0
         self._patch = monkeypatch
         monkeypatch.setattr("liveroll.timeline.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def replace(self, owner: object, name: str, by: Callable[..., Any]) -> None:
+        """Let a function do something else."""
+        self._patch.setattr(owner, name, by)
 
     def charge(self, owner: object, name: str, seconds: float) -> None:
         """Let a function take time."""
@@ -111,6 +117,26 @@ def test_what_the_host_does_itself(owner, name, part, run_ahead, clock):
     clock.charge(_found(owner), name, 1)
     profile = profile_of(rollouts.generate(PROMPTS, GREEDY))
     assert getattr(profile, f"{part}_ms") == profile.wall_ms > 0
+
+
+def test_a_call_begins_before_its_weights_are_at_hand(clock):
+    """Guards against a profile that says nothing of gathering weights, which takes longer than the rest of intake."""
+    rollouts = engine()
+    clock.charge(_found("liveroll.distributed.weights.ShardedWeights"), "find", 1)
+    stats = rollouts.generate(PROMPTS, GREEDY).stats
+    assert stats.profile.intake_ms == stats.profile.wall_ms == 1e3
+    assert stats.seconds == 1
+
+
+def test_measuring_costs_is_no_part_of_a_call(clock):
+    """Guards against a first call that seems a hundred times slower than the next."""
+    rollouts = engine(prefill_route="auto", costs="auto")
+    costs = RolloutEngine(MODEL).costs
+    clock.replace(_found("liveroll.tools.costs_cache"), "find_or_measure", lambda model, config: costs)
+    clock.charge(_found("liveroll.tools.costs_cache"), "find_or_measure", 12)
+    for _ in range(2):
+        stats = rollouts.generate(PROMPTS, GREEDY).stats
+        assert stats.profile.wall_ms == stats.seconds == 0
 
 
 def test_a_result_counts_to_its_own_step(clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import zoo
@@ -13,6 +14,7 @@ from liveroll.tools.beside import beside
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep import changes_for, sweep
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
+from liveroll.tools.sweep_file import read_sweep, write_sweep
 from liveroll.tools.sweep_result import (
     AUTO,
     AUTO_PADDED,
@@ -21,8 +23,6 @@ from liveroll.tools.sweep_result import (
     Case,
     RouteResult,
     SweepResult,
-    read_sweep,
-    write_sweep,
 )
 from liveroll.tools.workloads import Workload
 
@@ -103,6 +103,38 @@ def test_a_file_that_lacks_a_route(tmp_path):
     path.write_text(path.read_text().replace('"packed": {', '"pakced": {'))
     with pytest.raises(ConfigError, match="is no sweep that `liveroll sweep` wrote: it lacks 'packed'"):
         read_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda content: content.update(origin=3), "origin is no object"),
+        (lambda content: content.update(points=[{}]), "missing"),
+        (lambda content: content["points"][0].update(ms=-1.0), "a point has no times"),
+        (lambda content: content["cases"][0].update(buckets=[]), "workload 'w' has no buckets"),
+        (lambda content: content["cases"][0].update(lengths=[]), "workload 'w' has no lengths or no budget"),
+        (lambda content: packed(content).update(ms=[]), "packed of workload 'w' has no times"),
+        (lambda content: packed(content).update(ms=["x"]), "packed of workload 'w' has no times"),
+        (lambda content: packed(content).update(ms=[float("nan")]), "packed of workload 'w' has no times"),
+        (lambda content: packed(content).update(ms=[0.0]), "packed of workload 'w' has no times"),
+        (lambda content: packed(content).update(predicted_ms=None), "packed of workload 'w' has an estimate"),
+        (lambda content: packed(content).update(taken="bus"), "packed of workload 'w' took 'bus'"),
+        (lambda content: packed(content).update(same_as="bus"), "packed of workload 'w' does the work of 'bus'"),
+    ],
+)
+def test_a_file_that_was_edited(edit, message, tmp_path):
+    """Guards against a traceback from the charts, or a page of times that none took."""
+    path = tmp_path / "sweep.json"
+    write_sweep(path, sweep_of(case_of()))
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"is no sweep that `liveroll sweep` wrote: .*{message}"):
+        read_sweep(path)
+
+
+def packed(content):
+    return content["cases"][0]["routes"]["packed"]
 
 
 def test_charts_of_odd_sweeps():

@@ -16,6 +16,7 @@ from liveroll.tools.grid import WorkloadRange
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep import sweep
 from liveroll.tools.sweep_calls import Track
+from liveroll.tools.sweep_file import read_sweep, write_sweep
 from liveroll.tools.sweep_report import write_report
 from liveroll.tools.sweep_result import (
     AUTO,
@@ -25,8 +26,6 @@ from liveroll.tools.sweep_result import (
     Case,
     RouteResult,
     SweepResult,
-    read_sweep,
-    write_sweep,
 )
 from liveroll.tools.sweep_rounds import expected_ms, leave_out, next_round, runs_in
 from liveroll.tools.workloads import Workload

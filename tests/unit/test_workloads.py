@@ -51,6 +51,7 @@ def test_prompts_are_not_alike(lengths):
         ({"name": "a", "lengths": [1], "seed": 3}, "must be an object with name and lengths"),
         ({"name": "", "lengths": [1]}, "name must be a string that is not empty, not ''"),
         ({"name": 3, "lengths": [1]}, "name must be a string that is not empty, not 3"),
+        ({"name": "a\ud800", "lengths": [1]}, "name must be of letters that can be printed"),
         ({"name": "a", "lengths": []}, "lengths must be a list of at least one number"),
         ({"name": "a", "lengths": 16}, "lengths must be a list of at least one number, not 16"),
         ({"name": "a", "lengths": [16, 0]}, "lengths holds 0"),

@@ -68,7 +68,10 @@ def plan_buckets(lengths: Sequence[int], cost_model: CostModel, geometry: ModelG
 
 
 def _checked(lengths: Sequence[int], limit: int | None) -> np.ndarray:
-    given = np.asarray(lengths)
+    try:
+        given = np.asarray(lengths)
+    except ValueError:  # lists of unlike lengths
+        given = np.empty(())
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.min() < 1:
         raise PromptError(f"lengths must be whole numbers of at least 1, not {list(lengths)!r}")
     if limit is not None and given.max() > limit:

@@ -111,7 +111,7 @@ def read_costs(path: Path) -> CostsFile:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the costs file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the costs file {path} is not JSON: {error}") from error
     try:
         _check_names("the file", content, _KEYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +14,13 @@ from rich.table import Table
 
 from liveroll.config import RolloutConfig
 from liveroll.config_checks import check_whole
+from liveroll.errors import ConfigError
 from liveroll.planning.costs_file import write_costs
 from liveroll.planning.fit import COEFFICIENTS, Measurement, errors_of
 from liveroll.tools.checkpoint import load_checkpoint
 from liveroll.tools.grid import Cell, WorkloadRange, plan_grid
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption, meta_path
+from liveroll.tools.outputs import check_output
 
 if TYPE_CHECKING:
     from liveroll.tools.calibrate import Calibration
@@ -84,10 +87,11 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
         console: where the progress bar is shown.
 
     Raises:
-        ConfigError: the model cannot be loaded, the range is more than it or the memory holds, or the samples kept
-            are of something else.
+        ConfigError: the file cannot be written to, the model cannot be loaded, the range is more than it or the
+            memory holds, or the samples kept are of something else.
         LiverollError: as `calibrate` raises.
     """
+    check_output(options.out)
     config = RolloutConfig(capture=options.capture, compile=options.compile, fuse=options.fuse)
 
     from liveroll.model.identity import describe_origin
@@ -116,10 +120,14 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
             journal.write({"index": indexes[sample.id], "id": sample.id, **times})
             bar.advance(sample.cell)
 
-        calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
-        write_costs(options.out, calibration.file)
-    path.unlink()
-    meta_path(path).unlink()
+        try:
+            calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
+            write_costs(options.out, calibration.file)
+        except BaseException:
+            if not path.stat().st_size:
+                _forget(path)
+            raise
+        _forget(path)
     return calibration
 
 
@@ -151,6 +159,11 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
     )
 
 
+def _forget(journal: Path) -> None:
+    journal.unlink()
+    meta_path(journal).unlink()
+
+
 def _order(point: Measurement) -> tuple[str, str, int, int]:
     return (point.kind, point.route, point.width, point.rows)
 
@@ -161,10 +174,13 @@ def _read_samples(path: Path, keep: int, places: list[tuple[int, Cell]]) -> dict
 
     known: dict[str, Sample] = {}
     if keep:
-        for line in path.read_bytes()[:keep].splitlines():
+        for number, line in enumerate(path.read_bytes()[:keep].splitlines(), start=1):
             row: dict[str, Any] = json.loads(line)
+            times: list[Any] = [row.get(name) for name in ("wall_ms", "prefill_ms", "decode_ms")]
+            if not all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in times):
+                raise ConfigError(f"line {number} of {path} holds no times; give --overwrite to measure again")
             repeat, cell = places[row["index"]]
-            sample = Sample(cell, repeat, row["wall_ms"], row["prefill_ms"], row["decode_ms"])
+            sample = Sample(cell, repeat, *times)
             known[sample.id] = sample
     return known
 

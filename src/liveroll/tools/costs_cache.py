@@ -16,7 +16,7 @@ from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError
 from liveroll.model.identity import describe_origin
 from liveroll.planning.costs import CostModel
-from liveroll.planning.costs_file import CostsOrigin, read_costs, write_costs
+from liveroll.planning.costs_file import CostsOrigin, check_origin, read_costs, write_costs
 from liveroll.tools.calibrate import Calibration, calibrate, longest_prompt, range_of
 
 logger = logging.getLogger("liveroll")
@@ -35,9 +35,12 @@ def find_or_measure(model: PreTrainedModel, config: RolloutConfig) -> CostModel:
     Raises:
         LiverollError: as `calibrate` raises.
     """
-    path = cache_folder() / _name_of(describe_origin(model, config, ranks=1), longest_prompt(model, config), config)
+    origin = describe_origin(model, config, ranks=1)
+    path = cache_folder() / _name_of(origin, longest_prompt(model, config), config)
     try:
-        return read_costs(path).coefficients
+        found = read_costs(path)
+        check_origin(path, found.origin, origin)
+        return found.coefficients
     except ConfigError as error:
         logger.debug("%s", error)
     logger.info("measuring what routes cost for %s", type(model).__name__)

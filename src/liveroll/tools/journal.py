@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from liveroll.errors import ConfigError
+from liveroll.tools.outputs import check_output
 
 Fingerprint = dict[str, Any]
 
@@ -92,6 +93,9 @@ class Journal:
         except BlockingIOError as error:
             self._file.close()
             raise ConfigError(f"another run is writing to {out}; wait for it, or give another --out") from error
+        except OSError as error:
+            self._file.close()
+            raise ConfigError(f"cannot write beside {out}: {error.strerror}") from error
         except BaseException:
             self._file.close()
             raise
@@ -121,8 +125,7 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _size(out: Path) -> int:
-    if not out.parent.is_dir():
-        raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")
+    check_output(out)
     if not out.exists():
         return 0
     if not out.is_file():
@@ -137,7 +140,7 @@ def _refuse_other_run(out: Path, fingerprint: Fingerprint) -> None:
         made_with = json.loads(meta.read_text("utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{out} is not empty and {meta.name} is missing; {way_out}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{meta} is damaged; {way_out}") from error
     was, now = _flat(made_with), _flat(json.loads(json.dumps(fingerprint)))
     differing = [

@@ -54,7 +54,8 @@ def run_plan(options: PlanOptions) -> RoutePlan:
 
     Raises:
         ConfigError: both or neither of prompts and lengths are given, or the model or costs cannot be used.
-        PromptError: the prompts file has bad lines or no prompts, or the lengths are none.
+        PromptError: the prompts file has bad lines or no prompts, or the lengths are none, or more than the model
+            allows.
         LiverollError: as `RolloutEngine.plan` raises.
     """
     if (options.prompts is None) == (options.lengths is None):
@@ -76,7 +77,7 @@ def run_plan(options: PlanOptions) -> RoutePlan:
     from liveroll.engine import RolloutEngine
 
     checkpoint = load_checkpoint(options.model, options.dtype, options.device)
-    prompts = prompts or _distinct_prompts(lengths, checkpoint.model.config.get_text_config().vocab_size)
+    prompts = prompts or _distinct_prompts(lengths, checkpoint.model.config.get_text_config())
     return RolloutEngine(checkpoint.model, checkpoint.tokenizer, config).plan(prompts, sampling)
 
 
@@ -141,8 +142,11 @@ def _read_lengths(text: str) -> list[int]:
     return lengths
 
 
-def _distinct_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+def _distinct_prompts(lengths: Sequence[int], text_config: Any) -> list[list[int]]:
     """Prompts of these lengths, no two of them equal: those would share a forward."""
+    vocab_size, limit = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
+    if limit is not None and max(lengths) > limit:
+        raise PromptError(f"--lengths holds {max(lengths)}, and the model's max_position_embeddings is {limit}")
     before: Counter[int] = Counter()
     prompts = []
     for length in lengths:

@@ -24,6 +24,7 @@ _ROUTE_MARKS = {
 }
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _COLUMNS = 3
+_NAME = 24  # letters of a workload's name that a panel has room for
 _LABELLED = 8  # a workload of more buckets has no room for a label at each
 
 
@@ -50,7 +51,7 @@ def draw_times(cases: Sequence[Case]) -> Figure:
         panel.set_yticks(places, [name.replace("_", " ") for name in CONTENDERS], fontsize=8)
         panel.set_xlim(0, 1.22 * max(case.results[name].range_ms[1] for name in CONTENDERS))
         panel.xaxis.set_major_locator(MaxNLocator(4))
-        panel.set_title(f"{case.workload}: {describe_lengths(case.lengths)}", fontsize=9, loc="left")
+        _entitle(panel, case, describe_lengths(case.lengths))
         panel.set_xlabel("ms a call", fontsize=8)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
@@ -135,7 +136,7 @@ def draw_buckets(cases: Sequence[Case]) -> Figure:
         area = sum(bucket.width * len(bucket.lengths) for bucket in ordered)
         waste = 1 - sum(sum(bucket.lengths) for bucket in ordered) / area
         count = f"{len(ordered)} bucket{'s' if len(ordered) > 1 else ''}"
-        panel.set_title(f"{case.workload}: {count}, {waste:.0%} padding", fontsize=9, loc="left")
+        _entitle(panel, case, f"{count}, {waste:.0%} padding")
         panel.set_xlabel("prompts", fontsize=8)
         panel.set_ylabel("tokens", fontsize=8)
         panel.tick_params(labelsize=8)
@@ -156,6 +157,14 @@ def describe_lengths(lengths: Sequence[int]) -> str:
     if len(counts) <= 2:
         return " + ".join(f"{count}{_TIMES}{length}" for length, count in counts.items())
     return f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
+
+
+def _entitle(panel: Axes, case: Case, what: str) -> None:
+    """Name a panel after a workload: as it is written, and no longer than there is room for."""
+    name = case.workload
+    if len(name) > _NAME:
+        name = name[: _NAME - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+    panel.set_title(f"{name}: {what}", fontsize=9, loc="left", parse_math=False)
 
 
 def _label_buckets(panel: Axes, shapes: Sequence[tuple[int, int]], total: int, tallest: int) -> None:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from liveroll.errors import ConfigError
+from liveroll.tools.outputs import check_output
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
 from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MARKS, TOLERANCE, Case, SweepResult
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 70rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 76rem; margin: 2rem auto;
   padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin-bottom: .3rem; }
+p.of { color: #555; margin-top: -.6rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; margin: .4rem 0 1rem; }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
-th:first-child, td:first-child, td.text { text-align: left; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: bottom; }
+th:first-child, td:first-child, .text { text-align: left; } .wide td { white-space: nowrap; }
 tr.best td { font-weight: 600; } td.far { background: #fbe3d6; }
 img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
 """
 
 
+_FAR = ' class="far"'
 _RATIO = 4  # the column of ratios in the table of a case
 
 
@@ -40,10 +43,9 @@ def write_report(sweep: SweepResult, out: Path) -> list[Path]:
         The files written, the page first.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the page cannot be written to.
     """
-    if not out.parent.is_dir():
-        raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")
+    check_output(out)
     images = {name: _png(figure) for name, figure in _charts(sweep).items()}
     out.write_text(_page(sweep, images), "utf-8")
     written = [out]
@@ -66,7 +68,10 @@ def _at(sweep: SweepResult, budget: int) -> list[Case]:
 
 def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=150)
+    with warnings.catch_warnings():
+        # The page names the workloads as well, in the fonts of its reader.
+        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
+        figure.savefig(file, format="png", dpi=150)
     return file.getvalue()
 
 
@@ -75,6 +80,7 @@ def _page(sweep: SweepResult, images: dict[str, bytes]) -> str:
     times = [picture for name, picture in pictures.items() if name.startswith("times-")]
     body = [
         "<h1>Routes compared</h1>",
+        f'<p class="of">{escape(_subject(sweep))}</p>',
         _verdict(sweep),
         "<h2>Times</h2>",
         *times,
@@ -88,11 +94,20 @@ def _page(sweep: SweepResult, images: dict[str, bytes]) -> str:
         pictures["buckets"],
         "<h2>Costs and their origin</h2>",
         _table(("coefficient", "value"), ((name, _number(value)) for name, value in sweep.coefficients.items())),
-        _table(("measured with", ""), sweep.origin.items()),
-        _table(("setting of the sweep", ""), sweep.settings.items()),
+        _table(("measured with", ""), _spelled(sweep.origin), texts=(1,)),
+        _table(("setting of the sweep", ""), _spelled(sweep.settings), texts=(1,)),
     ]
     head = f'<meta charset="utf-8"><title>Routes compared</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _subject(sweep: SweepResult) -> str:
+    """What was timed, in a line."""
+    origin = sweep.origin
+    names = ("model_type", "parameters", "dtype", "device")
+    if not all(name in origin for name in names):
+        return "The model is not named."
+    return f"{origin['model_type']} of {origin['parameters']:,} parameters, {origin['dtype']}, on {origin['device']}"
 
 
 def _verdict(sweep: SweepResult) -> str:
@@ -122,7 +137,7 @@ def _verdict(sweep: SweepResult) -> str:
         "for the route taken, timed as a manual one, so that noise between two runs of one route does not count. Where "
         "auto runs the very same forwards as the fastest route, its ratio is noise."
     )
-    return _table(heads, rows) + f"<p>{explained} {checked}</p>"
+    return f'<div class="wide">{_table(heads, rows, texts=(3, 6))}</div>' + f"<p>{explained} {checked}</p>"
 
 
 def _case_table(case: Case) -> str:
@@ -139,7 +154,7 @@ def _case_table(case: Case) -> str:
                 case.label(name),
                 f"{result.range_ms[0]:.1f}",
                 str(len(result.ms)),
-                f"{ratio:.3f}",
+                f"{'=' if name in (AUTO, AUTO_PADDED) and case.is_same_work(name) else ''}{ratio:.3f}",
                 f"{result.predicted_ms:.1f}",
                 f"{case.tokens_per_second(name):,.0f}",
                 memory,
@@ -153,29 +168,44 @@ def _case_table(case: Case) -> str:
         far = name in (AUTO, AUTO_PADDED) and ratio > TOLERANCE
         classes.append("best" if name == best else "far" if far else "")
     heads = (
-        "route", "median ms", "least ms", "calls", "/ best", "estimated ms", "tokens/s", "peak GiB", "prefill forwards",
-        "prefill tokens", "of them padding", "tokens equal", "same work as",
+        "route", "median ms", "least ms", "calls", "/\N{NO-BREAK SPACE}best", "estimated ms", "tokens/s", "peak GiB",
+        "prefill forwards", "prefill tokens", "of them padding", "tokens equal", "same work as",
     )  # fmt: skip
     title = f"{case.workload}, {describe_lengths(case.lengths)}, {case.new_tokens} new tokens, noise {case.noise:.1%}"
-    return f'<h3>{escape(title)}</h3><div class="wide">{_table(heads, rows, classes)}</div>'
+    return f'<h3>{escape(title)}</h3><div class="wide">{_table(heads, rows, classes, texts=(12,))}</div>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequence[str] = ()) -> str:
-    parts = ["<table><tr>", *(f"<th>{escape(head)}</th>" for head in heads), "</tr>"]
+def _table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    classes: Sequence[str] = (),
+    texts: Sequence[int] = (),
+) -> str:
+    """A table; the first column and those of `texts` begin at the left, all others, of numbers, end at the right."""
+    of_place = dict.fromkeys(texts, ' class="text"')
+    named = (f"<th{of_place.get(place, '')}>{escape(head)}</th>" for place, head in enumerate(heads))
+    parts = ["<table><tr>", *named, "</tr>"]
     for index, row in enumerate(rows):
         kind = classes[index] if classes else ""
         parts.append(f'<tr class="{kind}">' if kind else "<tr>")
         for place, cell in enumerate(row):
-            of_cell = _cell_class(kind, place, cell)
-            parts.append((f'<td class="{of_cell}">' if of_cell else "<td>") + f"{escape(str(cell))}</td>")
+            far = kind == "far" and place == _RATIO
+            parts.append(f"<td{_FAR if far else of_place.get(place, '')}>{escape(str(cell))}</td>")
         parts.append("</tr>")
     return "".join([*parts, "</table>"])
 
 
-def _cell_class(kind: str, place: int, cell: object) -> str:
-    if kind == "far" and place == _RATIO:
-        return "far"
-    return "text" if isinstance(cell, str) and not any(letter.isdigit() for letter in cell[:1]) else ""
+def _spelled(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Rows of a table of names and values, an inner mapping's one after another and a list's in one line."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            rows += [(f"{name}, {inner}", text) for inner, text in _spelled(value)]
+        elif isinstance(value, list | tuple):
+            rows.append((name, ", ".join(map(str, value))))
+        else:
+            rows.append((name, "-" if value is None else str(value)))
+    return [(name.replace("_", " "), text) for name, text in rows]
 
 
 def _number(value: object) -> str:

@@ -1,16 +1,12 @@
-"""What a sweep found, and the file that it is kept in."""
+"""What a sweep found."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from liveroll.config import Route
-from liveroll.errors import ConfigError
 
 MANUAL: tuple[Route, ...] = get_args(Route)
 AUTO, AUTO_PADDED = "auto", "auto without packed"
@@ -182,69 +178,3 @@ class SweepResult:
                 "routes taken": sorted({case.results[contender].taken for case in self.cases}),
             }
         return summary
-
-
-def write_sweep(path: Path, sweep: SweepResult) -> None:
-    """Write a sweep as JSON, with what follows from its times."""
-    cases = [
-        {
-            "workload": case.workload,
-            "lengths": case.lengths,
-            "new_tokens": case.new_tokens,
-            "buckets": [asdict(bucket) for bucket in case.buckets],
-            "best": case.best(),
-            "auto_ratio": case.ratio(),
-            "auto_without_packed_ratio": case.ratio(AUTO_PADDED),
-            "noise": case.noise,
-            "routes": {
-                name: {
-                    "median_ms": result.median_ms,
-                    "min_ms": result.range_ms[0],
-                    "tokens_per_second": case.tokens_per_second(name),
-                    **asdict(result),
-                }
-                for name, result in case.results.items()
-            },
-        }
-        for case in sweep.cases
-    ]
-    content = {**{name: getattr(sweep, name) for name in _PARTS}, "cases": cases, "summary": sweep.summary()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
-
-
-def read_sweep(path: Path) -> SweepResult:
-    """Read a file that `write_sweep` wrote.
-
-    Raises:
-        ConfigError: it cannot be read, or is something else.
-    """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"the sweep {path} is not JSON: {error}") from error
-    try:
-        cases = [_case_of(case) for case in content["cases"]]
-        if not cases:
-            raise ValueError("it has no cases")
-        return SweepResult(**{name: content[name] for name in _PARTS}, cases=cases)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        named = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is no sweep that `liveroll sweep` wrote: {named}") from error
-
-
-_PARTS: Sequence[str] = ("origin", "coefficients", "points", "settings")
-_FIELDS = tuple(entry.name for entry in fields(RouteResult))
-
-
-def _case_of(content: dict[str, Any]) -> Case:
-    routes = content["routes"]
-    return Case(
-        workload=content["workload"],
-        lengths=tuple(content["lengths"]),
-        new_tokens=content["new_tokens"],
-        buckets=tuple(BucketShape(bucket["width"], tuple(bucket["lengths"])) for bucket in content["buckets"]),
-        results={name: RouteResult(**{key: routes[name][key] for key in _FIELDS}) for name in CONTENDERS},
-    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,6 +19,8 @@ from liveroll.config_checks import check_whole
 from liveroll.errors import ConfigError
 from liveroll.planning.costs_file import CostsFile, read_costs
 from liveroll.tools.checkpoint import load_checkpoint
+from liveroll.tools.outputs import check_output
+from liveroll.tools.sweep_file import write_sweep
 from liveroll.tools.sweep_result import (
     AUTO,
     AUTO_PADDED,
@@ -26,9 +29,10 @@ from liveroll.tools.sweep_result import (
     TOLERANCE,
     Case,
     SweepResult,
-    write_sweep,
 )
 from liveroll.tools.workloads import Workload, read_workloads
+
+_NAME = 24  # letters of a workload's name that the table has room for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +106,9 @@ def run_sweep(options: SweepOptions, console: Console) -> SweepResult:
         PromptError: a workload cannot be read or run.
         LiverollError: as `sweep` raises.
     """
+    check_output(options.out)
     workloads = read_workloads(options.workloads)
     costs = read_costs(options.costs)
-    if not options.out.parent.is_dir():
-        raise ConfigError(f"cannot write to {options.out}: there is no folder {options.out.parent}")
     model = load_checkpoint(options.model, options.dtype, options.device).model
     result = sweep_model(model, workloads, costs, options, console)
     write_sweep(options.out, result)
@@ -180,7 +183,7 @@ def sweep_model(
 def show_sweep(result: SweepResult, console: Console) -> None:
     """Print the time of every route on every workload, and how near `auto` came to the best."""
     table = Table(box=None, padding=(0, 2, 0, 0), title="Median ms of a call", title_justify="left")
-    table.add_column("workload", no_wrap=True)
+    table.add_column("workload", max_width=_NAME, overflow="ellipsis", no_wrap=True)
     table.add_column("new", justify="right")
     for name in CONTENDERS:
         table.add_column(name.replace("_", " "), justify="right")
@@ -192,7 +195,7 @@ def show_sweep(result: SweepResult, console: Console) -> None:
         times = [f"[bold]{case.label(name)}[/bold]" if name == best else case.label(name) for name in case.results]
         ratios = [_coloured(case, AUTO), _coloured(case, AUTO_PADDED)]
         taken = case.results[AUTO].taken
-        table.add_row(case.workload, str(case.new_tokens), *times, taken, *ratios, f"{case.noise:.1%}")
+        table.add_row(escape(case.workload), str(case.new_tokens), *times, taken, *ratios, f"{case.noise:.1%}")
     console.print(table)
     console.print(MARKS, highlight=False)
     for name in (AUTO, AUTO_PADDED):
@@ -201,6 +204,7 @@ def show_sweep(result: SweepResult, console: Console) -> None:
             f"{name}: within 5% of the best route in {numbers['within 5%']} of {numbers['cases']} cases; at worst "
             f"{numbers['worst ratio']:.3f} times its time ({numbers['worst case']}); the same work as the best in "
             f"{numbers['same work as the best']}; routes taken: {', '.join(numbers['routes taken'])}",
+            markup=False,
             highlight=False,
         )
     if result.settings.get("left_out"):
@@ -223,7 +227,7 @@ def _bar(console: Console, total: int) -> Iterator[tuple[Callable[[str], None], 
         TextColumn("sweeping"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[what]}"),
+        TextColumn("{task.fields[what]}", markup=False),
         TimeRemainingColumn(),
         console=console,
     )

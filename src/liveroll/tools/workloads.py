@@ -102,6 +102,8 @@ def _workload_of(line: bytes) -> Workload:
     name, lengths = content["name"], content["lengths"]
     if not isinstance(name, str) or not name:
         raise PromptError(f"name must be a string that is not empty, not {name!r}")
+    if not name.isprintable():
+        raise PromptError(f"name must be of letters that can be printed, not {name!r}")
     if not isinstance(lengths, list) or not lengths:
         raise PromptError(f"lengths must be a list of at least one number, not {lengths!r}")
     for length in lengths:
