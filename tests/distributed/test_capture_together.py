@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import zoo
-from ranks import WORLD, Ranks, sharded
+from ranks import Ranks, sharded
 from rollouts import BUDGET, prompts, tokens
-from scenarios import Outcomes, run_all
 from torch import distributed as dist
 
 from liveroll import CaptureError, RolloutConfig, RolloutEngine, SamplingConfig
@@ -126,11 +125,6 @@ SCENARIOS = {
 }
 
 
-def work(rank, report):
-    run_all(SCENARIOS, rank, report)
-    dist.destroy_process_group()
-
-
 def broken(rank, report):
     """Rank 1 fails between two collectives of the step that is captured."""
     engine = engine_on(rank)
@@ -151,11 +145,6 @@ def broken(rank, report):
         report(None)
     except CaptureError as refusal:
         report(str(refusal))
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return Outcomes(work, list(SCENARIOS))
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +197,7 @@ def test_hooks_that_one_rank_needs(outcomes, expected):
 
 def test_all_ranks_leave(outcomes):
     """Guards against engines that keep a rank from leaving its group."""
-    assert outcomes.ended == [True] * WORLD
+    assert outcomes.all_ended
 
 
 def test_a_rank_that_fails_among_collectives_raises_at_once():
