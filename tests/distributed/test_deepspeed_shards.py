@@ -14,7 +14,7 @@ from torch import distributed as dist
 pytest.importorskip("deepspeed")
 
 
-def initialize(model, **settings):
+def initialize(model, mpu=None, **settings):
     import deepspeed
 
     config = {
@@ -26,12 +26,12 @@ def initialize(model, **settings):
         "gradient_clipping": 0.0,
         **settings,
     }
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), mpu=mpu, config=config)[0]
 
 
-def zero3(model, threshold=0):
+def zero3(model, threshold=0, mpu=None):
     stage = {"stage": 3, "stage3_param_persistence_threshold": threshold}
-    return initialize(model, zero_optimization=stage)
+    return initialize(model, mpu, zero_optimization=stage)
 
 
 def is_partitioned(engine):
@@ -146,8 +146,8 @@ SCENARIOS = {
 }
 
 
-def prepare(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), DS_ACCELERATOR="cpu")
+def prepare(rank, world=WORLD):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, which takes minutes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 import zoo
 from rollouts import tokens
@@ -16,6 +19,9 @@ LENGTHS = ([3, 11, 7, 2, 20], [5], [], [9, 4])
 """Of the prompts of each rank; ranks 0 and 1 are one group, ranks 2 and 3 the other."""
 CALLS = (1, 1, 3, 3)
 """How often each rank generates: no group waits for the other."""
+
+
+PAIRS = {"rows": ([0, 1], [2, 3]), "columns": ([0, 2], [1, 3])}
 
 
 def prompts_of(rank):
@@ -57,12 +63,53 @@ def of_fully_shard(rank):
     return in_step(model, rank)
 
 
+class Topology:
+    """Tells DeepSpeed which two ranks share weights. The others of a rank would compute its layers with it."""
+
+    def __init__(self, rank):
+        pairs = {dimension: [dist.new_group(pair) for pair in PAIRS[dimension]] for dimension in PAIRS}
+        self._rows, self._columns = pairs["rows"][rank // 2], pairs["columns"][rank % 2]
+
+    def get_data_parallel_group(self):
+        return self._rows
+
+    def get_data_parallel_world_size(self):
+        return self._rows.size()
+
+    def get_data_parallel_rank(self):
+        return self._rows.rank()
+
+    def get_model_parallel_group(self):
+        return self._columns
+
+    def get_model_parallel_world_size(self):
+        return self._columns.size()
+
+    def get_model_parallel_rank(self):
+        return self._columns.rank()
+
+
+def of_zero3(rank):
+    import test_deepspeed_shards as shards
+
+    shards.prepare(rank, PROCESSES)
+    trainer = shards.zero3(changed(build(), rank // 2), mpu=Topology(rank))
+    outcome = in_step(trainer, rank)
+    trainer.destroy()
+    return outcome
+
+
 SCENARIOS = {"fully_shard": of_fully_shard}
+if find_spec("deepspeed"):
+    SCENARIOS["ZeRO-3"] = of_zero3
 
 
-def test_subgroups_of_fully_shard(outcomes):
+@pytest.mark.parametrize("kind", ["fully_shard", "ZeRO-3"])
+def test_subgroups(outcomes, kind):
     """Guards against votes over all ranks, or over one where two hold the weights, and a partner left waiting."""
-    for rank, (seen, captures) in enumerate(outcomes.of("fully_shard")):
+    if kind not in SCENARIOS:
+        pytest.skip("needs DeepSpeed")
+    for rank, (seen, captures) in enumerate(outcomes.of(kind)):
         assert seen == alone(rank)
         assert captures == 0
 
