@@ -45,9 +45,9 @@ def together(rank, report):
 
 def alone(rank, report):
     """The same with each rank deciding for itself."""
-    from liveroll.decode import decoder
+    from liveroll.decode import attempt, decoder
 
-    decoder.any_rank = decoder.least_of = lambda own, group, device: own
+    attempt.any_rank = decoder.any_rank = decoder.least_of = lambda own, group, device: own
     model = sharded(rank)
     engine = RolloutEngine(model, config=RolloutConfig(max_slots=4), tp_group=dist.group.WORLD)
     engine.generate(prompts(8), GREEDY)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from ranks import WORLD
 from rollouts import tokens
-from scenarios import GREEDY, LEARNING_RATE, Outcomes, alone, batch_of, build, engine_of, prompts_of, rounds, run_all
+from scenarios import GREEDY, LEARNING_RATE, alone, batch_of, build, engine_of, hooks_of, prompts_of, roll_out
 from torch import distributed as dist
 
 pytest.importorskip("deepspeed")
 
 
-def initialize(model, **settings):
+def initialize(model, mpu=None, **settings):
     import deepspeed
 
     config = {
@@ -26,12 +26,12 @@ def initialize(model, **settings):
         "gradient_clipping": 0.0,
         **settings,
     }
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), mpu=mpu, config=config)[0]
 
 
-def zero3(model, threshold=0):
+def zero3(model, threshold=0, mpu=None):
     stage = {"stage": 3, "stage3_param_persistence_threshold": threshold}
-    return initialize(model, zero_optimization=stage)
+    return initialize(model, mpu, zero_optimization=stage)
 
 
 def is_partitioned(engine):
@@ -45,21 +45,15 @@ def train(trainer, batch):
     trainer.step()
 
 
-def hooks_of(model):
-    return [(list(m._forward_hooks.values()), list(m._forward_pre_hooks.values())) for m in model.modules()]
-
-
 def rolled_out(gather, threshold=0):
     def scenario(rank):
         trainer = zero3(build(), threshold)
         hooks = hooks_of(trainer)
         engine = engine_of(trainer, gather_weights=gather)
-        seen = rounds(engine, prompts_of(rank), lambda: train(trainer, batch_of(rank)))
-        stats = engine.generate(prompts_of(rank), GREEDY).stats
+        rolled = roll_out(engine, prompts_of(rank), lambda: train(trainer, batch_of(rank)))
         left = (bool(threshold) or is_partitioned(trainer), hooks_of(trainer) == hooks)
-        engine.shutdown()
         trainer.destroy()
-        return seen, (stats.captures, stats.replays > 0, stats.eager_reason), left
+        return rolled, left
 
     return scenario
 
@@ -135,14 +129,9 @@ def adapted(rank):
 def auto_tp(rank):
     """Divided by AutoTP."""
     trainer = initialize(build(), tensor_parallel={"autotp_size": WORLD}, zero_optimization={"stage": 0})
-    engine = engine_of(trainer)
-    seen = rounds(engine, prompts_of(0), lambda: train(trainer, batch_of(0)))
-    once = engine.captures
-    stats = engine.generate(prompts_of(0), GREEDY).stats
-    kv = engine.memory().kv
-    engine.shutdown()
+    rolled = roll_out(engine_of(trainer), prompts_of(0), lambda: train(trainer, batch_of(0)))
     trainer.destroy()
-    return seen, (once, engine.captures, stats.captures, stats.replays > 0, stats.eager_reason), kv
+    return rolled
 
 
 SCENARIOS = {
@@ -157,18 +146,11 @@ SCENARIOS = {
 }
 
 
-def work(rank, report):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), DS_ACCELERATOR="cpu")
+def prepare(rank, world=WORLD):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, which takes minutes
-    run_all(SCENARIOS, rank, report)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return Outcomes(work, list(SCENARIOS))
 
 
 @pytest.fixture(scope="module")
@@ -178,18 +160,19 @@ def expected():
 
 def test_gathered_weights(outcomes, expected):
     """Guards against hooks that partition weights after a forward, and weights or hooks left otherwise than found."""
-    for rank, (seen, (_, replayed, eager_reason), left) in enumerate(outcomes.of("gathered")):
-        assert seen == expected[rank]
-        assert (replayed, eager_reason) == (True, None)
+    for rank, (rolled, left) in enumerate(outcomes.of("gathered")):
+        assert rolled.seen == expected[rank]
+        assert rolled.as_captured == (True, None)
         assert left == (True, True)
 
 
 @pytest.mark.parametrize("kind", ["layer by layer", "persistent"])
 def test_weights_gathered_layer_by_layer(outcomes, expected, kind):
     """Guards against ranks that run different numbers of forwards, and captured steps without gathering hooks."""
-    for rank, (seen, (captures, replayed, eager_reason), left) in enumerate(outcomes.of(kind)):
-        assert seen == expected[rank]
-        assert (captures, replayed) == (0, False)
+    for rank, (rolled, left) in enumerate(outcomes.of(kind)):
+        assert rolled.seen == expected[rank]
+        replayed, eager_reason = rolled.as_captured
+        assert (rolled.captures, replayed) == (0, False)
         assert "gather" in eager_reason
         assert left == (True, True)
 
@@ -222,13 +205,13 @@ def test_auto_tp(outcomes):
     expected = alone(prompts_of(0), [batch_of(0)])
     whole = engine_of(build())
     whole.generate(prompts_of(0), GREEDY)
-    for seen, (once, captures, in_last_call, replayed, eager_reason), kv in outcomes.of("auto_tp"):
-        assert seen == expected
-        assert captures == once
-        assert (in_last_call, replayed, eager_reason) == (0, True, None)
-        assert kv == whole.memory().kv / WORLD
+    for rolled in outcomes.of("auto_tp"):
+        assert rolled.seen == expected
+        assert rolled.stats.captures == 0
+        assert rolled.as_captured == (True, None)
+        assert rolled.kv == whole.memory().kv / WORLD
 
 
 def test_all_ranks_leave(outcomes):
     """Guards against engines that keep a rank from leaving its group."""
-    assert outcomes.ended == [True] * WORLD
+    assert outcomes.all_ended

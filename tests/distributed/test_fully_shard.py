@@ -9,14 +9,13 @@ from rollouts import tokens
 from scenarios import (
     GREEDY,
     VOCAB_SIZE,
-    Outcomes,
     alone,
     batch_of,
     build,
     engine_of,
+    hooks_of,
     prompts_of,
-    rounds,
-    run_all,
+    roll_out,
     train,
 )
 from torch import distributed as dist
@@ -48,10 +47,6 @@ def is_sharded(model):
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def hooks_of(model):
-    return [(list(m._forward_hooks.values()), list(m._forward_pre_hooks.values())) for m in model.modules()]
-
-
 def rolled_out(gather, wrap=None):
     def scenario(rank):
         model = build()
@@ -60,11 +55,8 @@ def rolled_out(gather, wrap=None):
         if wrap == "compile":
             outer = torch.compile(outer, backend="eager")
         engine = engine_of(outer, gather_weights=gather)
-        seen = rounds(engine, prompts_of(rank), lambda: train(outer.train(), model.parameters(), batch_of(rank)))
-        stats = engine.generate(prompts_of(rank), GREEDY).stats
-        left = is_sharded(model)
-        engine.shutdown()
-        return seen, (stats.captures, stats.replays > 0, stats.eager_reason), left
+        rolled = roll_out(engine, prompts_of(rank), lambda: train(outer.train(), model.parameters(), batch_of(rank)))
+        return rolled, is_sharded(model)
 
     return scenario
 
@@ -182,16 +174,6 @@ SCENARIOS = {
 }
 
 
-def work(rank, report):
-    run_all(SCENARIOS, rank, report)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return Outcomes(work, list(SCENARIOS))
-
-
 @pytest.fixture(scope="module")
 def expected():
     return [alone(prompts_of(rank), [batch_of(0), batch_of(1)]) for rank in range(WORLD)]
@@ -200,17 +182,18 @@ def expected():
 @pytest.mark.parametrize("kind", ["gathered", "wrapped", "compiled"])
 def test_gathered_weights(outcomes, expected, kind):
     """Guards against weights of before the step, forwards that reshard them, and weights left gathered."""
-    for rank, (seen, (_, replayed, eager_reason), left) in enumerate(outcomes.of(kind)):
-        assert seen == expected[rank]
-        assert (replayed, eager_reason) == (True, None)
+    for rank, (rolled, left) in enumerate(outcomes.of(kind)):
+        assert rolled.seen == expected[rank]
+        assert rolled.as_captured == (True, None)
         assert left
 
 
 def test_weights_gathered_layer_by_layer(outcomes, expected):
     """Guards against ranks that run different numbers of forwards, and captured steps without gathering hooks."""
-    for rank, (seen, (captures, replayed, eager_reason), left) in enumerate(outcomes.of("layer by layer")):
-        assert seen == expected[rank]
-        assert (captures, replayed) == (0, False)
+    for rank, (rolled, left) in enumerate(outcomes.of("layer by layer")):
+        assert rolled.seen == expected[rank]
+        replayed, eager_reason = rolled.as_captured
+        assert (rolled.captures, replayed) == (0, False)
         assert "gather" in eager_reason
         assert left
 
@@ -261,4 +244,4 @@ def test_refusals(outcomes):
 
 def test_all_ranks_leave(outcomes):
     """Guards against engines that keep a rank from leaving its group."""
-    assert outcomes.ended == [True] * WORLD
+    assert outcomes.all_ended

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import WORLD
 from rollouts import tokens
-from scenarios import GREEDY, Outcomes, alone, batch_of, build, engine_of, prompts_of, rounds, run_all, train
+from scenarios import GREEDY, alone, batch_of, build, engine_of, prompts_of, roll_out, train
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,9 +34,9 @@ def planned(rank):
         return model
 
 
-def parallelized(rank, head=None):
+def parallelized(rank, head=None, model=None):
     """Sharded by torch's hooks."""
-    model = build()
+    model = model or build()
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     for layer in model.model.layers:
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -49,13 +49,7 @@ def parallelized(rank, head=None):
 def rolled_out(make):
     def scenario(rank):
         model = make(rank)
-        engine = engine_of(model)
-        seen = rounds(engine, prompts_of(0), lambda: train(model.train(), model.parameters(), batch_of(0)))
-        once = engine.captures
-        stats = engine.generate(prompts_of(0), GREEDY).stats
-        kv = engine.memory().kv
-        engine.shutdown()
-        return seen, (once, engine.captures, stats.captures, stats.replays > 0, stats.eager_reason), kv
+        return roll_out(engine_of(model), prompts_of(0), lambda: train(model.train(), model.parameters(), batch_of(0)))
 
     return scenario
 
@@ -103,16 +97,6 @@ SCENARIOS = {
 }
 
 
-def work(rank, report):
-    run_all(SCENARIOS, rank, report)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return Outcomes(work, list(SCENARIOS))
-
-
 @pytest.fixture(scope="module")
 def expected():
     return alone(prompts_of(0), [batch_of(0)])
@@ -123,11 +107,11 @@ def test_layers_that_ranks_compute_together(outcomes, expected, kind):
     """Guards against captured steps without the hooks that move activations, and pages for the heads of all ranks."""
     whole = engine_of(build())
     whole.generate(prompts_of(0), GREEDY)
-    for seen, (once, captures, in_last_call, replayed, eager_reason), kv in outcomes.of(kind):
-        assert seen == expected
-        assert captures == once
-        assert (in_last_call, replayed, eager_reason) == (0, True, None)
-        assert kv == whole.memory().kv / WORLD
+    for rolled in outcomes.of(kind):
+        assert rolled.seen == expected
+        assert rolled.stats.captures == 0
+        assert rolled.as_captured == (True, None)
+        assert rolled.kv == whole.memory().kv / WORLD
 
 
 def test_a_weight_that_moves_on_one_rank_is_captured_again_on_both(outcomes, expected):
@@ -158,4 +142,4 @@ def test_ranks_that_hold_different_models_are_refused(outcomes):
 
 def test_all_ranks_leave(outcomes):
     """Guards against engines that keep a rank from leaving its group."""
-    assert outcomes.ended == [True] * WORLD
+    assert outcomes.all_ended

@@ -21,9 +21,9 @@ def test_dropped_steps_leave_their_pool():
     store = GraphStore(make_pool, None)
     assert store.bytes == 0
     for rows in (1, 2):
-        store.capture(("decode", rows), lambda: None)
+        store.record(("decode", rows), lambda: None)
     assert (store.bytes, len(pools)) == (7, 1)
     store.drop(None)
     assert store.bytes == 0
-    store.capture(("decode", 1), lambda: None)
+    store.record(("decode", 1), lambda: None)
     assert (store.bytes, len(pools)) == (7, 2)

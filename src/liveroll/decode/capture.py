@@ -28,8 +28,12 @@ class CapturedStep(Protocol):
 class CaptureBackend(Protocol):
     """Records steps. A step reads and writes static tensors only and is harmless to run beforehand."""
 
-    def capture(self, step: Step) -> CapturedStep:
-        """Record a step."""
+    def warm_up(self, step: Step) -> None:
+        """Run a step, as must be done before it is recorded."""
+        ...
+
+    def record(self, step: Step) -> CapturedStep:
+        """Record a step. What it does on the device is not done meanwhile."""
         ...
 
     def bytes(self) -> int:
@@ -45,9 +49,12 @@ class _RecordedStep:
 class RecordedSteps:
     """Records nothing but the step, and runs it: the same lifecycle where there are no device graphs."""
 
-    def capture(self, step: Step) -> CapturedStep:
-        """Run the step once, as every backend does before it records, and keep it."""
+    def warm_up(self, step: Step) -> None:
+        """Run the step once, as every backend does before it records."""
         step()
+
+    def record(self, step: Step) -> CapturedStep:
+        """Keep the step."""
         return _RecordedStep(step)
 
     def bytes(self) -> int:
@@ -71,8 +78,8 @@ class CudaGraphs:
         self._stream = _side_stream(device)
         self._flag = torch.zeros(1, device=device)
 
-    def capture(self, step: Step) -> CapturedStep:
-        """Warm up and record on a side stream."""
+    def warm_up(self, step: Step) -> None:
+        """Run the step on a side stream."""
         with _capturing:
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
@@ -80,6 +87,10 @@ class CudaGraphs:
                 for _ in range(self._WARM_UPS):
                     step()
             current.wait_stream(self._stream)
+
+    def record(self, step: Step) -> CapturedStep:
+        """Record the step on the side stream."""
+        with _capturing:
             try:
                 return self._record(step)
             except Exception:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from liveroll.attention.backend import AttentionBackend, choose_backend
 from liveroll.config import RolloutConfig
+from liveroll.decode.attempt import attempt_capture
 from liveroll.decode.capture import choose_capture
-from liveroll.decode.failure import describe_failure
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.room import make_room
@@ -23,7 +23,7 @@ from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload, upload_into
 from liveroll.distributed.agreement import any_rank, least_of
-from liveroll.errors import CaptureError, CompileError
+from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
@@ -60,7 +60,7 @@ class Decoder:
         """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
-        self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion)
+        self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion, tp_group)
         """Runs packed prefills where they are captured."""
         self._signature: Signature | None = None
         self._state: RowState | None = None
@@ -139,18 +139,21 @@ class Decoder:
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
         settings["autocast"] = autocast_dtype(self._model.device)
         settings["adapters"] = adapter_state(modules)
-        needed = settings["need of hooks"] = self._need_of_hooks(modules)
+        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
+        settings["need of hooks"] = needed
         settings["fused projections"] = self.fusion.state
         new = Signature.of(modules, settings)
         old = self._signature
         difference = "the first call" if old is None else old.difference(new, self._model)
-        if self.fusion.renew(moved=difference is not None):
+        refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
+        if not refused and self.fusion.renew(moved=difference is not None):
             settings["fused projections"] = self.fusion.state
             new = Signature.of(modules, settings)
             if old is not None:
                 difference = difference or old.difference(new, self._model)
         if any_rank(difference is not None, self.tp_group, self._model.device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
+            needed = self._agree_on_hooks(needed)
             self._begin_anew(shape, dtype, longest, room, reason)
             if self._config.capture is not False:
                 self.eager_reason = needed
@@ -243,18 +246,13 @@ class Decoder:
         _, rung, variant, wanted = key
         self._load_rows(np.empty(0, np.int64), rung)
         self._longest = 1
-        try:
-            self.graphs.capture(key, self._make_step(rung, variant, wanted))
-        except CompileError:
-            raise
-        except Exception as error:
-            place = describe_failure(error, self._model)
+        step = self._make_step(rung, variant, wanted)
+        if failed := attempt_capture(self.graphs, key, step, self._model, self.tp_group):
+            reason = f"the decode step cannot be captured, because of {failed.cause}"
             if self._config.capture is True:
-                raise CaptureError(
-                    f"the decode step cannot be captured, because of {place}; set capture='auto' to run it eagerly"
-                ) from error
-            self.eager_reason = f"the decode step cannot be captured, because of {place}"
-            logger.warning("decoding eagerly: %s", self.eager_reason)
+                raise CaptureError(f"{reason}; set capture='auto' to run it eagerly") from failed.error
+            self.eager_reason = reason
+            logger.warning("decoding eagerly: %s", reason)
 
     def _make_step(self, rung: int, variant: Variant, wanted: Wanted) -> Callable[[], None]:
         forward, state, storage, backend = self.forward, self.state, self.storage, self.backend
@@ -285,10 +283,10 @@ class Decoder:
             upload_into(rows, self._rows_on_device[:rung])
             self._rows = rows
 
-    def _need_of_hooks(self, modules: Sequence[nn.Module]) -> str | None:
-        if self._config.capture is False:
-            return None
-        needed = needed_hooks(self._model, modules)
+    def _agree_on_hooks(self, needed: str | None) -> str | None:
+        """Why no rank can capture the model, where one of them needs its hooks."""
+        if any_rank(needed is not None, self.tp_group, self._model.device):
+            needed = needed or "another rank of the tensor-parallel group needs hooks in every forward"
         if needed and True in (self._config.capture, self._config.prefill_capture):
             raise CaptureError(f"the model cannot be captured: {needed}; set capture and prefill_capture to 'auto'")
         return needed

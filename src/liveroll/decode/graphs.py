@@ -43,14 +43,20 @@ class GraphStore:
         """Whether a step is captured under a key."""
         return key in self._steps
 
-    def capture(self, key: GraphKey, step: Step) -> None:
-        """Capture a step under a key."""
+    def warm_up(self, step: Step) -> None:
+        """Run a step, as must be done before it is recorded."""
+        self._ready().warm_up(step)
+
+    def record(self, key: GraphKey, step: Step) -> None:
+        """Keep a step that was warmed up, captured, under a key."""
         if self._limit is not None and len(self._steps) >= self._limit:
             self._steps.popitem(last=False)
-        if self._backend is None:
-            self._backend = self._make_backend()
-        self._steps[key] = self._backend.capture(step)
+        self._steps[key] = self._ready().record(step)
         self.captures[key[0]] += 1
+
+    def discard(self, key: GraphKey) -> None:
+        """Forget the step captured under a key, if there is one."""
+        self._steps.pop(key, None)
 
     def replay(self, key: GraphKey) -> None:
         """Run the step captured under a key again."""
@@ -65,3 +71,8 @@ class GraphStore:
             logger.info("capturing again: %s", reason)
         self._steps.clear()
         self._backend = None
+
+    def _ready(self) -> CaptureBackend:
+        if self._backend is None:
+            self._backend = self._make_backend()
+        return self._backend

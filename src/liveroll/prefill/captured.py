@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
@@ -15,11 +16,11 @@ from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PackedCall
 from liveroll.attention.layout import PackedLayout, columns_of
 from liveroll.config import RolloutConfig, no_prefill_capture
-from liveroll.decode.failure import describe_failure
+from liveroll.decode.attempt import attempt_capture
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.upload import upload, upload_into
-from liveroll.errors import CaptureError, CompileError
+from liveroll.errors import CaptureError
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.fusion import Fusion
 from liveroll.model.hooks import without_hooks
@@ -38,10 +39,19 @@ class CapturedPrefill:
         config: the engine's.
         graphs: keeps the captured forwards, beside the decode steps.
         fusion: the model's projections that are one product meanwhile.
+        tp_group: the ranks that hold shards of the model and capture together, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RolloutConfig, graphs: GraphStore, fusion: Fusion) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: RolloutConfig,
+        graphs: GraphStore,
+        fusion: Fusion,
+        tp_group: ProcessGroup | None,
+    ) -> None:
         self._model = model
+        self._tp_group = tp_group
         self._config = config
         self._graphs = graphs
         self.forward = TunedForward(model, config.compile, fusion, packed=True)
@@ -139,15 +149,10 @@ class CapturedPrefill:
     def _capture(self, size: int) -> None:
         # Nothing of an earlier forward may be there: its pages are others' by now.
         self._load(size, np.zeros(self._width(size), np.int64), (1,) * size)
-        try:
-            self._graphs.capture(_key(size), self._make_step(size))
-        except CompileError:
-            raise
-        except Exception as error:
-            place = describe_failure(error, self._model)
-            reason = f"packed prefills cannot be captured, because of {place}"
+        if failed := attempt_capture(self._graphs, _key(size), self._make_step(size), self._model, self._tp_group):
+            reason = f"packed prefills cannot be captured, because of {failed.cause}"
             if self._config.prefill_capture is True:
-                raise CaptureError(f"{reason}; set prefill_capture='auto' to run them eagerly") from error
+                raise CaptureError(f"{reason}; set prefill_capture='auto' to run them eagerly") from failed.error
             self.eager_reason = reason
             logger.warning("prefilling eagerly: %s", reason)
 
