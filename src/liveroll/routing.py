@@ -16,7 +16,14 @@ from liveroll.planning.costs import CostModel
 from liveroll.planning.costs_file import check_origin, read_costs
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.prefill import PrefillPlanner
-from liveroll.planning.routes import PAGED_ROUTES, Room, RoutePlan, obstacle_to_ordinary, plan_routes
+from liveroll.planning.routes import (
+    PAGED_ROUTES,
+    Room,
+    RoutePlan,
+    is_ordinary_cheapest,
+    obstacle_to_ordinary,
+    plan_routes,
+)
 from liveroll.scheduling.admission import order_of_admission
 
 
@@ -65,16 +72,12 @@ class Router:
 
     def plan(self, call: Call, geometry: ModelGeometry) -> RoutePlan:
         """The routes that a call could take, and the one that it takes."""
-        requests = call.unfinished
-        first = order_of_admission(requests)[: self._config.max_slots]
-        runs: dict[int, int] = {}
-        for row, request in enumerate(first):
-            runs.setdefault(~row if len(request.tokens) else request.group, row)
+        lengths, budgets, runs = self._admitted_first(call)
         return plan_routes(
-            [request.length for request in first],
-            [request.left for request in first],
-            runs=list(runs.values()),
-            rows=len(requests),
+            lengths,
+            budgets,
+            runs=runs,
+            rows=len(call.unfinished),
             configured=self._config.prefill_route,
             allowed=self._config.auto_routes,
             room=self._room(geometry),
@@ -87,10 +90,19 @@ class Router:
         lengths = [request.length for request in call.unfinished]
         budgets = [request.left for request in call.unfinished]
         room = self._room(geometry)
-        # Most calls that cannot go there are told without a plan.
         if obstacle_to_ordinary(lengths, budgets, len(lengths), room, self.costs.max_tokens) is not None:
             return False
-        return self.plan(call, geometry).route == "ordinary"
+        lengths, budgets, runs = self._admitted_first(call)
+        allowed = self._config.auto_routes
+        return is_ordinary_cheapest(lengths, budgets, runs=runs, allowed=allowed, costs=self.costs, geometry=geometry)
+
+    def _admitted_first(self, call: Call) -> tuple[list[int], list[int], list[int]]:
+        """Lengths and budgets of the rows that are admitted first, and which of them run their prompts."""
+        first = order_of_admission(call.unfinished)[: self._config.max_slots]
+        runs: dict[int, int] = {}
+        for row, request in enumerate(first):
+            runs.setdefault(~row if len(request.tokens) else request.group, row)
+        return [request.length for request in first], [request.left for request in first], list(runs.values())
 
     def planner(self, geometry: ModelGeometry) -> PrefillPlanner:
         """Plans the admissions of a call that does not go to `model.generate`."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from liveroll import CostModel, ModelGeometry
 from liveroll.planning.prefill import Forward, PrefillPlanner, plan_forwards, price_forwards
-from liveroll.planning.routes import PAGED_ROUTES, ROUTES, Room, plan_routes
+from liveroll.planning.routes import PAGED_ROUTES, ROUTES, Room, is_ordinary_cheapest, plan_routes
 
 # Qwen2.5-3B in fp32.
 GEOMETRY = ModelGeometry(layers=36, query_heads=16, kv_heads=2, head_dim=128, element_bytes=4)
@@ -242,3 +242,21 @@ def test_contexts_over_the_limit_are_prefilled_alone():
     forwards = plan_forwards("bucketed", [3, 25, 4, 30, 5], costs, GEOMETRY)
     assert forwards == (Forward((0, 2, 4), 5), Forward((1,), 25), Forward((3,), 30))
     assert PrefillPlanner(PAGED_ROUTES, costs, GEOMETRY).plan([25, 3]).forwards
+
+
+@steady
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=12),
+    cost_models,
+    st.sets(st.sampled_from(PAGED_ROUTES), min_size=1),
+    st.integers(1, 12),
+)
+def test_whether_ordinary_is_the_cheapest(rows, costs, others, runs):
+    """Guards against a short answer that is not the one of the whole plan: a route left out, or a tie taken."""
+    lengths, budgets = map(list, zip(*rows, strict=True))
+    costs = CostModel(**{**vars(costs), "max_tokens": None})
+    allowed = tuple(route for route in ROUTES if route in others or route == "ordinary")
+    question = {"runs": range(min(runs, len(rows))), "allowed": allowed}
+    plan = compare(lengths, budgets=budgets, costs=costs, **question)
+    found = is_ordinary_cheapest(lengths, budgets, costs=costs, geometry=GEOMETRY, **question)
+    assert found == (plan.route == "ordinary")

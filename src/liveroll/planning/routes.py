@@ -8,7 +8,7 @@ from typing import get_args
 
 from liveroll.config import PrefillRoute, Route
 from liveroll.planning.costs import CostModel
-from liveroll.planning.estimates import decode_ms
+from liveroll.planning.estimates import PrefillTerms, decode_ms
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.prefill import Forward, is_cheaper, plan_forwards, price_forwards
 
@@ -146,26 +146,22 @@ def plan_routes(
         costs: the coefficients, and the limit on a forward's token positions.
         geometry: the model's.
     """
-    candidates: dict[Route, RouteCandidate] = {}
+    candidates = []
     for route in ROUTES:
+        forwards, terms = _forwards_of(route, lengths, runs, costs, geometry)
+        obstacle = None
         if route == "ordinary":
-            forwards: tuple[Forward, ...] = (Forward(tuple(range(len(lengths))), max(lengths)),)
             obstacle = obstacle_to_ordinary(lengths, budgets, rows, room, costs.max_tokens)
-            terms = price_forwards(route, forwards, lengths, costs, geometry)
-        else:
-            lengths_run = [lengths[row] for row in runs]
-            planned = plan_forwards(route, lengths_run, costs, geometry)
-            terms = price_forwards(route, planned, lengths_run, costs, geometry)
-            forwards = tuple(Forward(tuple(runs[index] for index in indices), width) for indices, width in planned)
-            obstacle = None
-        candidates[route] = RouteCandidate(
-            route=route,
-            forwards=forwards,
-            **vars(terms),
-            decode_ms=decode_ms(route, lengths, budgets, costs, geometry),
-            obstacle=obstacle if route in allowed else "auto_routes leaves it out",
+        candidates.append(
+            RouteCandidate(
+                route=route,
+                forwards=forwards,
+                **vars(terms),
+                decode_ms=decode_ms(route, lengths, budgets, costs, geometry),
+                obstacle=obstacle if route in allowed else "auto_routes leaves it out",
+            )
         )
-    eligible = [candidate for candidate in candidates.values() if candidate.obstacle is None]
+    eligible = [candidate for candidate in candidates if candidate.obstacle is None]
     cheapest = eligible[0]
     for candidate in eligible[1:]:
         cheapest = candidate if is_cheaper(candidate.cost_ms, cheapest.cost_ms) else cheapest
@@ -175,7 +171,51 @@ def plan_routes(
         rows=rows,
         lengths=tuple(lengths),
         decode_steps=max(budgets) - 1,
-        candidates=tuple(candidates.values()),
+        candidates=tuple(candidates),
         costs=costs,
         geometry=geometry,
     )
+
+
+def is_ordinary_cheapest(
+    lengths: Sequence[int],
+    budgets: Sequence[int],
+    *,
+    runs: Sequence[int],
+    allowed: Sequence[Route],
+    costs: CostModel,
+    geometry: ModelGeometry,
+) -> bool:
+    """Whether `auto` takes the ordinary route where nothing stands against it, as `plan_routes` would find.
+
+    The routes whose forwards are searched for come last, since one that costs no more decides.
+
+    Args:
+        lengths: as `plan_routes` takes it.
+        budgets: likewise, and so on.
+        runs: likewise.
+        allowed: likewise.
+        costs: likewise.
+        geometry: likewise.
+    """
+
+    def total_ms(route: Route) -> float:
+        _, terms = _forwards_of(route, lengths, runs, costs, geometry)
+        return terms.total_ms + decode_ms(route, lengths, budgets, costs, geometry)
+
+    others = sorted((route for route in PAGED_ROUTES if route in allowed), key=lambda route: route == "bucketed")
+    least = total_ms("ordinary")
+    return all(is_cheaper(least, total_ms(route)) for route in others)
+
+
+def _forwards_of(
+    route: Route, lengths: Sequence[int], runs: Sequence[int], costs: CostModel, geometry: ModelGeometry
+) -> tuple[tuple[Forward, ...], PrefillTerms]:
+    """The forwards of a route over rows of these lengths, and what they are estimated to take."""
+    if route == "ordinary":
+        forwards: tuple[Forward, ...] = (Forward(tuple(range(len(lengths))), max(lengths)),)
+        return forwards, price_forwards(route, forwards, lengths, costs, geometry)
+    lengths_run = [lengths[row] for row in runs]
+    planned = plan_forwards(route, lengths_run, costs, geometry)
+    forwards = tuple(Forward(tuple(runs[index] for index in indices), width) for indices, width in planned)
+    return forwards, price_forwards(route, planned, lengths_run, costs, geometry)
