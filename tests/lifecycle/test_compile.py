@@ -10,6 +10,7 @@ from torch._inductor.exc import InductorError
 
 from liveroll import CompileError, RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.decode import feeding
+from liveroll.model.rewriting import rewrite
 
 BUDGET = 8
 GREEDY = SamplingConfig(max_new_tokens=BUDGET, temperature=0)
@@ -54,6 +55,26 @@ def test_a_step_is_one_graph(architecture):
     check(engine, model, 3)
     assert engine.captures == 2
     assert engine.compilations == ["the first run"]
+
+
+@pytest.mark.parametrize("architecture", compilable())
+@pytest.mark.usefixtures("traced")
+def test_a_rewritten_step(architecture, monkeypatch):
+    """Guards against a rewrite that changes what a model computes, and one that misses the models it is made for."""
+    counts = []
+
+    def count(graph):
+        counts.append(rewrite(graph, serves=lambda tensor: True))
+
+    monkeypatch.setattr(feeding, "rewrite", count)
+    model = zoo.build(architecture)
+    engine = engine_of(model, fuse="auto")
+    check(engine, model, 4)
+    check(engine, model, 2)
+    layers = model.config.get_text_config().num_hidden_layers
+    # A gate, and two norms behind sums, of each layer; the last norm is behind the last layer.
+    if architecture in ("llama", "qwen2", "qwen3", "mistral"):
+        assert counts == [3 * layers]
 
 
 @pytest.mark.usefixtures("traced")
