@@ -108,6 +108,9 @@ def _run_tests(copy: Path, tests: tuple[str, ...], sender: Connection) -> None:
 
 def main(words: list[str]) -> int:
     mutants = list(read_mutants(words))
+    if not mutants:
+        print(f"no mutant has {' and '.join(words)} in its row, file or description")
+        return 1
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
