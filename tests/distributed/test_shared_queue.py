@@ -356,6 +356,36 @@ def test_a_prompt_that_one_rank_refuses(crew, prompt, complaint):
         assert told == f"rank 1 of the group failed, and so does the call: PromptError: {message}"
 
 
+def odd_argument(rank: int, argument: dict[str, Any]) -> Any:
+    """Give an argument on rank 1 alone; then all make a call."""
+    odd = argument if rank == 1 else {}
+    engine = kept_engine()
+    error = attempt(rank, lambda _: engine.generate([[1, rank + 1]], GREEDY, group=KEPT["world"], **odd))
+    return error, share(rank, ROWS, GREEDY, {}, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        ({"gather": "some"}, "gather must be 'own' or 'all', not 'some'"),
+        ({"max_seconds": -1.0}, "max_seconds and max_total_tokens limit what one rank runs"),
+        ({"max_total_tokens": 5}, "max_seconds and max_total_tokens limit what one rank runs"),
+    ],
+)
+def test_an_argument_that_one_rank_refuses(crew, argument, complaint):
+    """Guards against a rank that raises before the others can hear of it.
+
+    They would wait as long as a rank may be silent, and count one call more than it from then on.
+    """
+    reports = crew.run(odd_argument, argument)
+    kind, message, _ = reports[1][0]
+    assert kind == "ConfigError"
+    assert message.startswith(complaint)
+    told = f"rank 1 of the group failed, and so does the call: ConfigError: {message}"
+    assert [reports[rank][0] for rank in (0, 2, 3)] == [("RankError", told, (1,))] * 3
+    assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
+
+
 def come_late(rank: int, late: int) -> Any:
     """Leave a rank out of a call until the others have given up; then all make a call."""
     store = dist.group.WORLD.get_group_store()

@@ -139,15 +139,16 @@ class Control:
                 missing.append(rank)
         if not missing:
             return  # the last one has just come
-        what = {"start": "did not call generate with the group", "end": "did not come to the end of the call"}[place]
+        what = "did not come to the end of the call" if place == "end" else "did not call generate with the group"
         raise RankError(
             f"{name_ranks(missing)} {what} within {self._patience:g} s (RolloutConfig.rank_timeout)", tuple(missing)
         )
 
     def _forget(self) -> None:
         """Drop what the store holds of earlier calls, which every rank has left."""
+        places = [key for place in ("weights", "start", "end") for key in (place, f"{place}/open")]
         for number in range(self._calls.forgotten + 1, self._number):
-            for name in ("failed", "start", "start/open", "end", "end/open", "numbers", "beats"):
+            for name in ("failed", *places, "numbers", "beats"):
                 # Not every store can: those in files keep all they were told.
                 with suppress(RuntimeError, NotImplementedError):
                     self._store.delete_key(f"liveroll/{number}/{name}")
