@@ -408,6 +408,26 @@ def test_a_rank_that_does_not_come(crew):
     assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
 
 
+def leave_out(rank: int, late: int) -> Any:
+    """Leave a rank out of a call; it waits for the others after each, as ranks do that add up gradients."""
+    errors = []
+    for call in range(3):
+        if call or rank != late:
+            errors.append(attempt(rank, share, ROWS, GREEDY, {"rank_timeout": SILENCE}, {}))
+        dist.barrier()
+    return errors, share(rank, ROWS, GREEDY, {}, {})[0]
+
+
+def test_a_rank_that_leaves_a_call_out(crew):
+    """Guards against a rank that is one call behind for good, and each time found to be missing."""
+    reports = crew.run(leave_out, 3)
+    for rank, (errors, _) in enumerate(reports):
+        kinds = [kind for kind, _, _ in errors]
+        assert kinds == ["RankError"] * (1 if rank == 3 else 2) + ["none"]
+        assert {ranks for _, _, ranks in errors[:-1]} == {(3,)}
+    assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
+
+
 def keys_after(rank: int, calls: int) -> int:
     """How much the store holds after so many calls, counted by one rank while the others wait."""
     for call in range(calls):

@@ -58,9 +58,10 @@ def find_group(model: nn.Module) -> ProcessGroup | None:
         if isinstance(group, ProcessGroup) and group.size() > 1:
             return group
     tensors: Iterator[Any] = (tensor for module in modules for tensor in module._parameters.values())
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    mesh = next(meshes, None) or model_mesh(model)
-    return None if mesh is None else _group_of(mesh, named=gathered)
+    # Tensors that only `fully_shard` divides lie on a mesh without the ranks of the others.
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    groups = (_group_of(mesh, named=gathered) for mesh in (*meshes, model_mesh(model)) if mesh is not None)
+    return next((group for group in groups if group is not None), None)
 
 
 def _group_of(mesh: DeviceMesh, *, named: bool) -> ProcessGroup | None:
