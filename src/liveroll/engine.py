@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from liveroll.completion import Completion
 from liveroll.config import RolloutConfig, check_config
-from liveroll.cutoff import Limits
 from liveroll.decode.decoder import Decoder
 from liveroll.distributed.control import check_group
 from liveroll.distributed.rollout import Gather, check_gather
-from liveroll.distributed.tensor_parallel import find_group
-from liveroll.errors import ConfigError, EngineStateError, UnsupportedModelError
+from liveroll.distributed.tensor_parallel import choose_group
+from liveroll.errors import EngineStateError, UnsupportedModelError
 from liveroll.fallback import check_fallback
 from liveroll.intake import Inputs, Sampling
 from liveroll.model.capability import check_model
@@ -44,9 +43,11 @@ class RolloutEngine:
         config: how to run.
         tp_group: the ranks that compute each layer together, if the model is tensor-parallel: they capture together.
             None finds them where the model tells (device meshes of torch and transformers, DeepSpeed's AutoTP).
+            All of them make the same calls.
 
     Raises:
-        ConfigError: `config` or `tokenizer` is something else, or the file of costs was not measured for this model.
+        ConfigError: `config`, `tokenizer` or `tp_group` is something else, the file of costs was not measured for this
+            model, or its layers are divided among other ranks than those of `tp_group`.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
     """
 
@@ -60,10 +61,8 @@ class RolloutEngine:
     ) -> None:
         self.config = check_config(config)
         self.tokenizer = check_tokenizer(tokenizer)
-        if tp_group is not None and not isinstance(tp_group, ProcessGroup):
-            raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(tp_group).__name__}")
         self._model: PreTrainedModel = unwrap(model)
-        self._tp_group = find_group(self._model) if tp_group is None else tp_group
+        self._tp_group = choose_group(self._model, tp_group)
         refusal: UnsupportedModelError | None = None
         try:
             check_model(self._model)
@@ -111,7 +110,8 @@ class RolloutEngine:
             gather: `own` returns the completions of this rank's prompts; `all` those of all ranks, to each.
 
         Raises:
-            RankError: ranks of the group disagree about the model or the settings, or another one failed.
+            RankError: ranks of the group disagree about the model or the settings, or another one failed; or those of
+                a `tp_group` disagree about the call, or another one's is refused.
             ConfigError: settings that exclude one another, or that transformers refuses.
             PromptError: a prompt that cannot be generated from, or a completion that cannot be continued.
             UnsupportedGenerationError: settings that the engine does not do exactly.
@@ -123,12 +123,11 @@ class RolloutEngine:
             LogitsError: the model's logits are not numbers.
             EngineStateError: a stream of this engine is still open.
         """
-        limits = self._limits(max_seconds, max_total_tokens)
-        check_gather(gather)
-        inputs = Inputs(prompts, sampling, continue_from, response_prefix)
+        inputs = Inputs(prompts, sampling, continue_from, response_prefix, max_seconds, max_total_tokens)
         if (ranks := check_group(group)) is not None:
-            return self._rollout.run_together(ranks, gather, inputs, limits)
-        return self._rollout.run(inputs, limits)
+            return self._rollout.run_together(ranks, gather, inputs)
+        check_gather(gather)
+        return self._rollout.run(inputs)
 
     def stream(
         self,
@@ -160,8 +159,8 @@ class RolloutEngine:
                 ranks hold the weights in parts, which would wait for the reader of each other's stream.
             LiverollError: whatever `generate` raises.
         """
-        limits = self._limits(max_seconds, max_total_tokens)
-        return self._rollout.stream(Inputs(prompts, sampling, continue_from, response_prefix), limits)
+        inputs = Inputs(prompts, sampling, continue_from, response_prefix, max_seconds, max_total_tokens)
+        return self._rollout.stream(inputs)
 
     def abort(self, prompt_index: int, sample_index: int | None = None) -> int:
         """End samples of the call that is running; each comes back with the tokens it has, its reason `aborted`.
@@ -294,8 +293,3 @@ class RolloutEngine:
     ) -> None:
         self._occupancy.end()
         self.shutdown()
-
-    def _limits(self, max_seconds: float | None, max_total_tokens: int | None) -> Limits:
-        if max_seconds is not None and self._tp_group is not None:
-            raise ConfigError("max_seconds would end the call at another step on each rank; give max_total_tokens")
-        return Limits(max_seconds, max_total_tokens)

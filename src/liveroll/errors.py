@@ -70,7 +70,7 @@ class EngineStateError(LiverollError, RuntimeError):
 
 
 class RankError(LiverollError, RuntimeError):
-    """A call over the ranks of a group cannot go on: they disagree, or one of them failed or did not come.
+    """A call that several ranks make together cannot go on: they disagree, or one of them failed or did not come.
 
     Attributes:
         ranks: the ranks of the group that failed, are missing, or have something else than the first one.

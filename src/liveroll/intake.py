@@ -30,6 +30,8 @@ class Inputs:
     sampling: Sampling | None
     continue_from: ContinueFrom | None = None
     response_prefix: ResponsePrefix | None = None
+    max_seconds: float | None = None
+    max_total_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from liveroll.config import RolloutConfig
 from liveroll.cutoff import Cutoff, Limits
 from liveroll.decode.decoder import Decoder
 from liveroll.distributed.control import Control
-from liveroll.distributed.rollout import Gather, GroupRollout
+from liveroll.distributed.rollout import Gather, GroupRollout, check_gather
+from liveroll.distributed.same_call import read_together
+from liveroll.distributed.subjects import call_subjects
 from liveroll.distributed.weights import ShardedWeights
 from liveroll.errors import ConfigError, EngineStateError, UnsupportedGenerationError, UnsupportedModelError
 from liveroll.fallback import check_fallback, run_fallback
@@ -84,7 +86,7 @@ class Rollout:
         """The costs that hold."""
         return self._router.costs
 
-    def run(self, inputs: Inputs, limits: Limits) -> RolloutBatch:
+    def run(self, inputs: Inputs) -> RolloutBatch:
         """Carry a call through that this rank makes by itself.
 
         Raises:
@@ -94,26 +96,27 @@ class Rollout:
         with self._occupancy.claim() as claim, self._weights.at_hand() as shared:
             if self._refusal is None and self._router.settle():
                 stats = self._record()  # finding costs is no part of the call
-            given = self._intake.read(inputs, may_be_empty=shared)
+            given, limits = self._read(inputs, may_be_empty=shared)
             prompts = given.prompts
             call = self._complete(given, limits, claim, stats) if prompts.prompts else Call(prompts, (), (), None)
             finish = partial(stats.finish, len(prompts.prompts), call.requests, self._decoder.kv_bytes)
             return make_batch(call.requests, prompts, call.sampling, finish, self._tokenizer, self._model.device)
 
-    def run_together(self, group: ProcessGroup, gather: Gather, inputs: Inputs, limits: Limits) -> RolloutBatch:
+    def run_together(self, group: ProcessGroup, gather: Gather, inputs: Inputs) -> RolloutBatch:
         """Carry a call through that all ranks of a group make together.
 
         Raises:
             LiverollError: whatever `generate` raises.
         """
         with (
-            self._weights.at_hand(alone=False),
             Control(group, self._config.rank_timeout) as control,
+            self._weights.at_hand(partial(control.meet, "weights")),
             self._occupancy.claim(),
         ):
+            check_gather(gather)
             if self._decoder.tp_group is not None:
                 raise ConfigError("an engine with a tp_group cannot generate with a group")
-            if limits != Limits():
+            if (inputs.max_seconds, inputs.max_total_tokens) != (None, None):
                 raise ConfigError(
                     "max_seconds and max_total_tokens limit what one rank runs; leave them out with a group"
                 )
@@ -127,7 +130,7 @@ class Rollout:
                 check_fallback(refusal, self._config, plain=False)
                 raise
 
-    def stream(self, inputs: Inputs, limits: Limits) -> Iterator[Completion]:
+    def stream(self, inputs: Inputs) -> Iterator[Completion]:
         """Check a call at once, and carry it through while its completions are read.
 
         Raises:
@@ -137,7 +140,8 @@ class Rollout:
             self._refuse_model()
             self._weights.refuse_stream()
             self._router.settle()
-            call = self._intake.open(self._intake.read(inputs))
+            given, limits = self._read(inputs)
+            call = self._intake.open(given)
         return self._completions(call, limits)
 
     def plan(self, inputs: Inputs) -> RoutePlan:
@@ -149,6 +153,26 @@ class Rollout:
         with self._occupancy.claim():
             self._refuse_model()
             return self._loop.plan(self._intake.draft(self._intake.read(inputs)))
+
+    def _read(self, inputs: Inputs, *, may_be_empty: bool = False) -> tuple[Given, Limits]:
+        """What a call is given, the same on all ranks that compute layers together."""
+        group = self._decoder.tp_group
+
+        def read() -> tuple[Given, Limits]:
+            if inputs.max_seconds is not None and group is not None:
+                raise ConfigError("max_seconds would end the call at another step on each rank; give max_total_tokens")
+            limits = Limits(inputs.max_seconds, inputs.max_total_tokens)
+            return self._intake.read(inputs, may_be_empty=may_be_empty), limits
+
+        def subjects(asked: tuple[Given, Limits]) -> dict[str, str]:
+            given, limits = asked
+            common = call_subjects(self._model, self._config, self._router.costs, given)
+            return common | {
+                "max_total_tokens": repr(limits.max_total_tokens),
+                "the calls that their engines made before": str(self._intake.calls),
+            }
+
+        return read_together(read, subjects, group, self._model.device)
 
     def _complete(self, given: Given, limits: Limits, claim: Claim, stats: StatsRecorder) -> Call:
         """The call of what was given, all its requests finished: by the loop, or where it is refused, elsewhere."""

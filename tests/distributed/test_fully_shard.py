@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from liveroll import ConfigError, GatherError, PromptError, UnsupportedModelError
+from liveroll import ConfigError, GatherError, PromptError, RankError, UnsupportedModelError
 
 
 class Wrapper(nn.Module):
@@ -146,6 +146,35 @@ def grouped(rank):
     return tokens(batch), is_sharded(model)
 
 
+def alone_refused(rank):
+    """An argument that rank 1 alone gives is refused, in a call of its own and in one over a group."""
+    seen = []
+    for gather in (True, False):
+        engine = engine_of(sharded(build()), gather_weights=gather)
+        for odd, group in (({"max_seconds": -1.0}, None), ({"gather": "some"}, dist.group.WORLD)):
+            try:
+                engine.generate(prompts_of(rank), GREEDY, group=group, **(odd if rank else {}))
+                seen.append("none")
+            except (ConfigError, RankError, GatherError) as error:
+                seen.append(type(error).__name__)
+        seen.append(tokens(engine.generate(prompts_of(rank), GREEDY)) == tokens_alone(prompts_of(rank)))
+    return seen
+
+
+def late(rank):
+    """Rank 1 comes to a call over the group when rank 0 has given up."""
+    model = sharded(build())
+    engine = engine_of(model, gather_weights=True, rank_timeout=1.0)
+    store = dist.group.WORLD.get_group_store()
+    if rank:
+        store.wait(["gave up"])
+    with pytest.raises(RankError) as missing:
+        engine.generate(prompts_of(rank), GREEDY, group=dist.group.WORLD)
+    store.set("gave up", "")
+    engine = engine_of(model, gather_weights=True)
+    return str(missing.value), tokens(engine.generate(prompts_of(rank), GREEDY, group=dist.group.WORLD))
+
+
 def refused(rank):
     model = build()
     engine = engine_of(sharded(model, Wrapper(model)), gather_weights=False)
@@ -170,6 +199,8 @@ SCENARIOS = {
     "stale": stale,
     "short": short,
     "grouped": grouped,
+    "alone refused": alone_refused,
+    "late": late,
     "refused": refused,
 }
 
@@ -231,6 +262,20 @@ def test_ranks_that_share_a_queue(outcomes, expected):
     for rank, (seen, left) in enumerate(outcomes.of("grouped")):
         assert seen == expected[rank][0][0]
         assert left
+
+
+def test_an_argument_that_one_rank_refuses(outcomes):
+    """Guards against a rank that raises before it gathers, and leaves the others in that."""
+    first, second = outcomes.of("alone refused")
+    assert first == ["none", "RankError", True, "none", "GatherError", True]
+    assert second == ["ConfigError", "ConfigError", True, "ConfigError", "GatherError", True]
+
+
+def test_a_rank_that_does_not_come_to_the_queue(outcomes, expected):
+    """Guards against gathering before all are there, which only the timeout of the group would end."""
+    for rank, (missing, seen) in enumerate(outcomes.of("late")):
+        assert missing.startswith("rank 1 did not call generate with the group within 1 s")
+        assert seen == expected[rank][0][0]
 
 
 def test_refusals(outcomes):

@@ -9,8 +9,11 @@ import torch
 import zoo
 from rollouts import tokens
 from scenarios import GREEDY, SAMPLED, VOCAB_SIZE, build, engine_of
+from test_tensor_parallel import parallelized
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
+
+from liveroll import RankError
 
 PROCESSES = 4
 PATIENCE = 150
@@ -99,7 +102,25 @@ def of_zero3(rank):
     return outcome
 
 
-SCENARIOS = {"fully_shard": of_fully_shard}
+def on_two_meshes(rank):
+    """Ranks 0 and 1 compute layers together, and 2 and 3; the weights of each are sharded over ranks of both."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    seen = []
+    for gather in (True, False):
+        model = parallelized(rank, mesh=mesh["tp"])
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["data"])
+        engine = engine_of(fully_shard(model, mesh=mesh["data"]), gather_weights=gather)
+        seen.append([tokens(engine.generate(prompts_of(rank & 2), SAMPLED))])
+        try:
+            seen[-1].append(tokens(engine.generate([[1, rank]] if rank > 1 else prompts_of(0), GREEDY)))
+        except RankError as error:
+            seen[-1].append(str(error))
+        seen[-1].append(tokens(engine.generate(prompts_of(rank & 2), GREEDY)))
+    return seen
+
+
+SCENARIOS = {"fully_shard": of_fully_shard, "two meshes": on_two_meshes}
 if find_spec("deepspeed"):
     SCENARIOS["ZeRO-3"] = of_zero3
 
@@ -112,6 +133,21 @@ def test_subgroups(outcomes, kind):
     for rank, (seen, captures) in enumerate(outcomes.of(kind)):
         assert seen == alone(rank)
         assert captures == 0
+
+
+def test_layers_and_weights_divided_on_two_meshes(outcomes):
+    """Guards against a tensor-parallel group that is not found behind tensors which are only sharded."""
+    engine = engine_of(build())
+    sampled, greedy = (tokens(engine.generate(prompts_of(0), sampling)) for sampling in (SAMPLED, GREEDY))
+    for rank, seen in enumerate(outcomes.of("two meshes")):
+        for first, odd, last in seen:
+            if rank < 2:
+                assert [first, odd, last] == [sampled, greedy, greedy]
+            else:
+                assert (first, last) == ([], [])
+                assert odd.startswith(
+                    "the ranks of the tensor-parallel group disagree about the prompts: rank 0 has 1 "
+                )
 
 
 def test_all_ranks_leave(outcomes):

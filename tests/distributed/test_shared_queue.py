@@ -356,6 +356,36 @@ def test_a_prompt_that_one_rank_refuses(crew, prompt, complaint):
         assert told == f"rank 1 of the group failed, and so does the call: PromptError: {message}"
 
 
+def odd_argument(rank: int, argument: dict[str, Any]) -> Any:
+    """Give an argument on rank 1 alone; then all make a call."""
+    odd = argument if rank == 1 else {}
+    engine = kept_engine()
+    error = attempt(rank, lambda _: engine.generate([[1, rank + 1]], GREEDY, group=KEPT["world"], **odd))
+    return error, share(rank, ROWS, GREEDY, {}, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        ({"gather": "some"}, "gather must be 'own' or 'all', not 'some'"),
+        ({"max_seconds": -1.0}, "max_seconds and max_total_tokens limit what one rank runs"),
+        ({"max_total_tokens": 5}, "max_seconds and max_total_tokens limit what one rank runs"),
+    ],
+)
+def test_an_argument_that_one_rank_refuses(crew, argument, complaint):
+    """Guards against a rank that raises before the others can hear of it.
+
+    They would wait as long as a rank may be silent, and count one call more than it from then on.
+    """
+    reports = crew.run(odd_argument, argument)
+    kind, message, _ = reports[1][0]
+    assert kind == "ConfigError"
+    assert message.startswith(complaint)
+    told = f"rank 1 of the group failed, and so does the call: ConfigError: {message}"
+    assert [reports[rank][0] for rank in (0, 2, 3)] == [("RankError", told, (1,))] * 3
+    assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
+
+
 def come_late(rank: int, late: int) -> Any:
     """Leave a rank out of a call until the others have given up; then all make a call."""
     store = dist.group.WORLD.get_group_store()
@@ -375,6 +405,26 @@ def test_a_rank_that_does_not_come(crew):
         kind, message, ranks = error
         assert (kind, ranks) == ("RankError", (3,))
         assert "rank 3 did not call generate with the group within 2 s" in message
+    assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
+
+
+def leave_out(rank: int, late: int) -> Any:
+    """Leave a rank out of a call; it waits for the others after each, as ranks do that add up gradients."""
+    errors = []
+    for call in range(3):
+        if call or rank != late:
+            errors.append(attempt(rank, share, ROWS, GREEDY, {"rank_timeout": SILENCE}, {}))
+        dist.barrier()
+    return errors, share(rank, ROWS, GREEDY, {}, {})[0]
+
+
+def test_a_rank_that_leaves_a_call_out(crew):
+    """Guards against a rank that is one call behind for good, and each time found to be missing."""
+    reports = crew.run(leave_out, 3)
+    for rank, (errors, _) in enumerate(reports):
+        kinds = [kind for kind, _, _ in errors]
+        assert kinds == ["RankError"] * (1 if rank == 3 else 2) + ["none"]
+        assert {ranks for _, _, ranks in errors[:-1]} == {(3,)}
     assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
 
 

@@ -34,10 +34,10 @@ def planned(rank):
         return model
 
 
-def parallelized(rank, head=None, model=None):
+def parallelized(rank, head=None, model=None, mesh=None):
     """Sharded by torch's hooks."""
     model = model or build()
-    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    mesh = mesh or dist.init_device_mesh("cpu", (WORLD,))
     for layer in model.model.layers:
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         plan = {name: ColwiseParallel() for name in columns}

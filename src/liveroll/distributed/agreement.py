@@ -34,11 +34,12 @@ def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device)
     return _reduce(number, dist.ReduceOp.MIN, group, device)
 
 
-def check_agreement(subjects: Sequence[Mapping[str, str]]) -> None:
+def check_agreement(subjects: Sequence[Mapping[str, str]], group: str = "the group") -> None:
     """Hold the ranks to one value of every subject. Each of them knows all values, so all raise the same error.
 
     Args:
         subjects: of each rank, the value of each subject that it has a say in.
+        group: what the ranks are, in words.
 
     Raises:
         RankError: ranks disagree, naming the subject, the values and the ranks.
@@ -53,7 +54,7 @@ def check_agreement(subjects: Sequence[Mapping[str, str]]) -> None:
                 f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in values.items()
             )
             others = [rank for ranks in list(values.values())[1:] for rank in ranks]
-            raise RankError(f"the ranks of the group disagree about {subject}: {described}", tuple(sorted(others)))
+            raise RankError(f"the ranks of {group} disagree about {subject}: {described}", tuple(sorted(others)))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

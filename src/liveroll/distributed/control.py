@@ -29,10 +29,17 @@ _PAUSES = (5e-4, 0.5)
 
 @dataclass
 class _Calls:
-    """Calls of a group so far: how many, and how many of them the store holds nothing of any more."""
+    """Calls of a group so far, as one of its ranks counts them.
+
+    Attributes:
+        made: how many.
+        forgotten: how many of them the store holds nothing of any more.
+        blamed: whether the last one failed because of this rank, in the eyes of all.
+    """
 
     made: int = 0
     forgotten: int = 0
+    blamed: bool = False
 
 
 _calls: WeakKeyDictionary[ProcessGroup, _Calls] = WeakKeyDictionary()
@@ -67,6 +74,9 @@ class Control:
         self._patience = patience
         self._calls = _calls.setdefault(group, _Calls())
         self._calls.made += 1
+        # Whoever has left a call out is late for each one after it. Having raised once it joins the others.
+        while self._calls.blamed and self.rank in self._failure(self._calls.made)[1]:
+            self._calls.made += 1
         self._number = self._calls.made
         self._pace = min(_BEAT, patience / 4)
         self._last_beat = time.monotonic()
@@ -77,6 +87,7 @@ class Control:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._calls.blamed = isinstance(error, RankError) and self.rank in error.ranks
         if error is None:
             return
         if not isinstance(error, RankError):
@@ -126,9 +137,17 @@ class Control:
             self._last_beat = time.monotonic()
 
     def _raise_failure(self) -> None:
-        if self._store.check([self._key("failed")]):
-            message, ranks = json.loads(self._store.get(self._key("failed")))
+        message, ranks = self._failure(self._number)
+        if ranks:
             raise RankError(message, tuple(ranks))
+
+    def _failure(self, number: int) -> tuple[str, list[int]]:
+        """What is told of the failure of a call, and the ranks that it names; none where it has not failed."""
+        key = f"liveroll/{number}/failed"
+        if not self._store.check([key]):
+            return "", []
+        message, ranks = json.loads(self._store.get(key))
+        return message, ranks
 
     def _raise_missing(self, place: str) -> None:
         here = f"{self._number} {place}"
@@ -139,15 +158,16 @@ class Control:
                 missing.append(rank)
         if not missing:
             return  # the last one has just come
-        what = {"start": "did not call generate with the group", "end": "did not come to the end of the call"}[place]
+        what = "did not come to the end of the call" if place == "end" else "did not call generate with the group"
         raise RankError(
             f"{name_ranks(missing)} {what} within {self._patience:g} s (RolloutConfig.rank_timeout)", tuple(missing)
         )
 
     def _forget(self) -> None:
         """Drop what the store holds of earlier calls, which every rank has left."""
+        places = [key for place in ("weights", "start", "end") for key in (place, f"{place}/open")]
         for number in range(self._calls.forgotten + 1, self._number):
-            for name in ("failed", "start", "start/open", "end", "end/open", "numbers", "beats"):
+            for name in ("failed", *places, "numbers", "beats"):
                 # Not every store can: those in files keep all they were told.
                 with suppress(RuntimeError, NotImplementedError):
                     self._store.delete_key(f"liveroll/{number}/{name}")

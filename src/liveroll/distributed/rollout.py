@@ -110,7 +110,7 @@ class GroupRollout:
             control: of the call.
             given: this rank's prompts, perhaps none.
             sampling: their settings, as they were given.
-            gather: whose completions to return.
+            gather: whose completions to return, as it was given.
             stats: takes note of what is done here.
 
         Raises:

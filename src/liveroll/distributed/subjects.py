@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 import liveroll
 from liveroll.config import RolloutConfig
+from liveroll.intake import Given
+from liveroll.planning.costs import CostModel
 from liveroll.sampling_config import SamplingConfig
 from liveroll.vocabulary import Vocabulary
 
@@ -27,6 +29,12 @@ _AGREED = (
     "fallback",
 )
 """Fields of `RolloutConfig` on which it depends what a call returns, or whether it is refused."""
+
+_UNLIKE = ("kv_tokens", "kv_bytes", "kv_fraction", "costs", "balance", "rank_timeout", "progress", "profile")
+"""Fields of `RolloutConfig` that may differ between ranks which compute layers together.
+
+They take the least of the KV memory that each may take. Costs are compared as they were read.
+"""
 
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
 """Entries of configurations that say where a model came from, and not what it is."""
@@ -56,6 +64,33 @@ def sampling_subjects(sampling: SamplingConfig | None) -> dict[str, str]:
     return {f"SamplingConfig.{field.name}": repr(getattr(settings, field.name)) for field in fields(settings)}
 
 
+def call_subjects(model: PreTrainedModel, config: RolloutConfig, costs: CostModel, given: Given) -> dict[str, str]:
+    """What ranks that compute layers together must have in common in a call, by name."""
+    batch, settings = given.prompts, given.sampling
+    one = set(settings)
+    ids = b"".join(prompt.tobytes() for prompt in batch.prompts)
+    layout = [list(map(len, batch.prompts)), batch.padding_ids, batch.width]
+    continued = [
+        [(c.prompt_ids, c.token_ids, c.stream, c.sample_index, c.finish_reason) for c in start.continued]
+        for start in given.starts
+    ]
+    return {
+        **{
+            f"RolloutConfig.{field.name}": repr(getattr(config, field.name))
+            for field in fields(config)
+            if field.name not in _UNLIKE
+        },
+        "the costs": repr(costs),
+        "the model's configuration": _digest(_compared(model.config.to_dict())),
+        "the model's generation configuration": _digest(_compared(model.generation_config.to_dict())),
+        "the prompts": f"{len(batch.prompts)} of {len(ids) // 8} tokens ({_digest([_digest_bytes(ids), layout])})",
+        **(sampling_subjects(settings[0]) if len(one) == 1 else {}),
+        "the settings of each prompt": _digest([repr(entry) for entry in settings]),
+        "the completions to continue": _digest(continued),
+        "the prefixes of responses": _digest([start.prefix for start in given.starts]),
+    }
+
+
 _PACKAGES = ("liveroll", "torch", "transformers")
 
 
@@ -64,5 +99,8 @@ def _compared(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return blake2b(text.encode(), digest_size=4).hexdigest()
+    return _digest_bytes(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def _digest_bytes(value: bytes) -> str:
+    return blake2b(value, digest_size=4).hexdigest()

@@ -7,15 +7,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from liveroll.distributed.agreement import any_rank, least_of
-from liveroll.errors import UnsupportedModelError
+from liveroll.distributed.agreement import any_rank, least_of, name_ranks
+from liveroll.errors import ConfigError, UnsupportedModelError
 from liveroll.model.signature import walk
 from liveroll.model.versions import model_mesh
+
+
+def choose_group(model: nn.Module, given: Any) -> ProcessGroup | None:
+    """The tensor-parallel group of a model: the one that was given, or the one that the model tells.
+
+    Returns:
+        None where there is none, or it is this rank alone.
+
+    Raises:
+        ConfigError: what was given is no process group, or not this rank's, or has other ranks than the model tells.
+    """
+    found = find_group(model)
+    if given is None:
+        return found
+    if given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("this rank is not in tp_group; give each rank the group that it computes layers with")
+    if not isinstance(given, ProcessGroup):
+        raise ConfigError(f"tp_group must be a process group of torch.distributed, not a {type(given).__name__}")
+    if found is not None:
+        told, wanted = dist.get_process_group_ranks(found), dist.get_process_group_ranks(given)
+        if set(told) != set(wanted):
+            raise ConfigError(
+                f"tp_group has {name_ranks(wanted)}, and the model's layers are divided among {name_ranks(told)}; "
+                "leave tp_group out, or give the group of the mesh that divides them"
+            )
+    return given if given.size() > 1 else None
 
 
 def find_group(model: nn.Module) -> ProcessGroup | None:
@@ -31,9 +58,10 @@ def find_group(model: nn.Module) -> ProcessGroup | None:
         if isinstance(group, ProcessGroup) and group.size() > 1:
             return group
     tensors: Iterator[Any] = (tensor for module in modules for tensor in module._parameters.values())
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    mesh = next(meshes, None) or model_mesh(model)
-    return None if mesh is None else _group_of(mesh, named=gathered)
+    # Tensors that only `fully_shard` divides lie on a mesh without the ranks of the others.
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    groups = (_group_of(mesh, named=gathered) for mesh in (*meshes, model_mesh(model)) if mesh is not None)
+    return next((group for group in groups if group is not None), None)
 
 
 def _group_of(mesh: DeviceMesh, *, named: bool) -> ProcessGroup | None:

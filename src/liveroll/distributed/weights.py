@@ -85,11 +85,12 @@ class ShardedWeights:
         return 1 if shards is None else max(group.size() for group in shards.groups)
 
     @contextmanager
-    def at_hand(self, *, alone: bool = True) -> Iterator[bool]:
+    def at_hand(self, meet: Callable[[], None] | None = None) -> Iterator[bool]:
         """Inside, forwards of the model have the weights that they need. All ranks must enter and leave together.
 
         Args:
-            alone: whether this rank waits for no other meanwhile, but in forwards.
+            meet: waits until all ranks of a group are here, in a call over one; None where this rank waits for no other
+                meanwhile, but in forwards.
 
         Yields:
             Whether ranks hold the weights in parts.
@@ -101,13 +102,17 @@ class ShardedWeights:
         shards = self.find()
         if shards is None:
             yield False
-        elif self._gathers(shards):
+            return
+        obstacle = shards.layerwise_obstacle if meet is None else "ranks that wait for a group could not go on in step"
+        if self._gather is False:
+            _refuse(obstacle)
+        if meet is not None:
+            meet()
+        if self._gathers(shards):
             with shards.gathered():
                 yield True
         else:
-            obstacle = shards.layerwise_obstacle if alone else "ranks that wait for a group could not go on in step"
-            if obstacle:
-                raise GatherError(f"the weights must be gathered for the call, since {obstacle}")
+            _refuse(obstacle)
             with shards.layerwise(), in_step(self._model, shards.groups, self._model.device, self._idle):
                 yield True
 
@@ -144,3 +149,8 @@ class ShardedWeights:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         with self._mode():
             self._model(input_ids=token, position_ids=token, use_cache=False)
+
+
+def _refuse(obstacle: str | None) -> None:
+    if obstacle:
+        raise GatherError(f"the weights must be gathered for the call, since {obstacle}")
