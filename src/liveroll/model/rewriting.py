@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
@@ -28,7 +29,8 @@ def rewrite(graph: GraphModule, serves: Callable[[Tensor], bool] | None = None) 
 
     Args:
         graph: as `torch.compile` hands it to its backend.
-        serves: whether operators are there for products of such a tensor; by default, of half precision on a GPU.
+        serves: whether operators are there for products of such a tensor; by default, of half precision on a GPU, and
+            not divided among ranks.
 
     Returns:
         How many places were rewritten.
@@ -45,7 +47,7 @@ def rewrite(graph: GraphModule, serves: Callable[[Tensor], bool] | None = None) 
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype in _HALF
+    return tensor.is_cuda and tensor.dtype in _HALF and not isinstance(tensor, DTensor)
 
 
 def _rewrite_gate(result: Node, taken: Callable[[Tensor], bool]) -> bool:
@@ -130,6 +132,7 @@ def _is_product(node: Node | None, taken: Callable[[Tensor], bool]) -> bool:
         node.args[2:] in ((), (None,))
         and _is_parameter(weight)
         and taken(_value(input))
+        and taken(_value(weight))
         and _value(weight).dtype == _value(input).dtype
         and _value(weight).is_contiguous()
     )
