@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
-# Sizes that fill tiles and steps, that end within one, and that are smaller than one.
-SIZES = [(128, 192), (96, 80), (40, 1000), (16, 24)]
-ROWS = [1, 3, 16, 33, 64, 65, 90]
+# Sizes that fill tiles and steps, and that end within one.
+SIZES = [(128, 192), (96, 80), (40, 1000)]
+ROWS = [1, 16, 33, 64, 65]
 
 
 def tensors(device, dtype, *shapes):
