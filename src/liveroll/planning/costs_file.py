@@ -14,6 +14,7 @@ from typing import Any
 from liveroll.errors import ConfigError
 from liveroll.planning.costs import CostModel
 from liveroll.planning.geometry import ModelGeometry
+from liveroll.planning.json_file import read_json
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kv", "planning", "prefill")
@@ -107,12 +108,7 @@ def read_costs(path: Path) -> CostsFile:
     Raises:
         ConfigError: it cannot be read, or a field is missing, unknown or out of range.
     """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the costs file {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the costs file {path} is not JSON: {error}") from error
+    content = read_json(path, "costs file")
     try:
         _check_names("the file", content, _KEYS)
         _check_names("coefficients", content["coefficients"], _names(CostModel))

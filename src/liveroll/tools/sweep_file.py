@@ -11,6 +11,7 @@ from typing import Any
 
 from liveroll.errors import ConfigError
 from liveroll.planning.fit import Measurement
+from liveroll.planning.json_file import read_json
 from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult, SweepResult
 
 _PARTS: Sequence[str] = ("origin", "coefficients", "points", "settings")
@@ -52,12 +53,7 @@ def read_sweep(path: Path) -> SweepResult:
     Raises:
         ConfigError: it cannot be read, or is something else.
     """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the sweep {path} is not JSON: {error}") from error
+    content = read_json(path, "sweep")
     try:
         _expect(isinstance(content, dict), "it is no object")
         for name in ("origin", "coefficients", "settings"):
