@@ -62,7 +62,7 @@ class RolloutEngine:
         self.config = check_config(config)
         self.tokenizer = check_tokenizer(tokenizer)
         self._model: PreTrainedModel = unwrap(model)
-        self._tp_group = choose_group(self._model, tp_group)
+        ranks = choose_group(self._model, tp_group)
         refusal: UnsupportedModelError | None = None
         try:
             check_model(self._model)
@@ -70,7 +70,7 @@ class RolloutEngine:
             check_fallback(error, self.config)
             refusal = error
         self._occupancy = Occupancy()
-        self._decoder = Decoder(self._model, self.config, self._tp_group)
+        self._decoder = Decoder(self._model, self.config, ranks)
         self._rollout = Rollout(
             model, self._model, self.tokenizer, self.config, refusal, self._occupancy, self._decoder
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import Ranks, sharded
 from rollouts import BUDGET, engine_of, prompts, tokens
 from torch import distributed as dist
 
-from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import EngineStateError, RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.distributed.agreement import any_rank, least_of
 
 GREEDY = SamplingConfig(max_new_tokens=BUDGET)
@@ -39,8 +40,13 @@ def together(rank, report):
     freed = engine.memory().total
     seen.append((tokens(engine.generate(prompts(8), GREEDY)), engine.captures))
     engine.shutdown()
+    group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
-    report((seen, reasons, kv, freed))
+    left = group() is None
+    with pytest.raises(EngineStateError) as refusal:
+        engine.generate(prompts(8), GREEDY)
+    engine.shutdown()
+    report((seen, reasons, kv, freed, left, str(refusal.value)))
 
 
 def alone(rank, report):
@@ -78,10 +84,13 @@ def expected(rows, budget):
 
 
 def test_a_parameter_moved_on_one_rank_is_captured_again_on_both():
-    """Guards against a rank that captures, and so runs a step, which the others never join."""
+    """Guards against a rank that captures, and so runs a step, which the others never join.
+
+    And against an engine that keeps the group after the trainer destroyed it, which aborts some processes at their end.
+    """
     with Ranks(together) as ranks:
         for rank in (0, 1):
-            seen, reasons, kv, freed = ranks.report(rank)
+            seen, reasons, kv, freed, left, refusal = ranks.report(rank)
             assert [rows for rows, _ in seen] == [expected(prompts(8), BUDGET)] * 5
             assert [captures for _, captures in seen] == [1, 1, 2, 2, 3]
             (reason,) = reasons
@@ -91,6 +100,8 @@ def test_a_parameter_moved_on_one_rank_is_captured_again_on_both():
                 assert reason == "another rank of the tensor-parallel group had to capture again"
             assert kv > 0
             assert freed == 0
+            assert left
+            assert "has been destroyed" in refusal
         assert ranks.ended(0)
         assert ranks.ended(1)
 

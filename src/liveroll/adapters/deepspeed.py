@@ -30,6 +30,7 @@ from liveroll.adapters.packages import load_package
 from liveroll.config import RolloutConfig as EngineConfig
 from liveroll.config import check_config
 from liveroll.distributed.agreement import least_of
+from liveroll.distributed.lent import LentGroup
 from liveroll.distributed.tensor_parallel import find_group
 from liveroll.engine import RolloutEngine as Engine
 from liveroll.errors import ConfigError, PromptError
@@ -101,7 +102,7 @@ class HybridEngineRollout(RolloutEngine):
         if not pads:
             raise ConfigError("the tokenizer has neither a pad nor an eos token; set tokenizer.pad_token")
         self._pad = pads[0]
-        self._tp_group = find_group(unwrap(engine.module))
+        self._tp_group = LentGroup(find_group(unwrap(engine.module)))
         self._rollouts = self._make_engine(self.cfg.over(self._given))
         self._profile: dict[str, Any] | None = None
         self._continuous: dict[str, Any] | None = None
@@ -175,10 +176,10 @@ class HybridEngineRollout(RolloutEngine):
     def _draw_seed(self) -> int:
         """A seed from PyTorch's generator, the same on all ranks that hold shards of the model."""
         own = int(torch.randint(2**62, ()))
-        return least_of(own, self._tp_group, unwrap(self.engine.module).device)
+        return least_of(own, self._tp_group.get(), unwrap(self.engine.module).device)
 
     def _make_engine(self, config: EngineConfig) -> Engine:
-        return Engine(self.engine.module, config=config, tp_group=self._tp_group)
+        return Engine(self.engine.module, config=config, tp_group=self._tp_group.get())
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         own = _token_ids(unwrap(self.engine.module).generation_config.eos_token_id)

@@ -23,6 +23,7 @@ from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload, upload_into
 from liveroll.distributed.agreement import any_rank, least_of
+from liveroll.distributed.lent import LentGroup
 from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
@@ -52,15 +53,14 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, config: RolloutConfig, tp_group: ProcessGroup | None) -> None:
         self._model = model
         self._config = config
-        self.tp_group = tp_group
-        """The ranks that hold shards of the model."""
+        self._tp_group = LentGroup(tp_group)
         self.fusion = Fusion(model, config.fuse)
         """Runs projections as one product in decode steps."""
         self.forward = TunedForward(model, config.compile, self.fusion)
         """Runs the model in decode steps."""
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
-        self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion, tp_group)
+        self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion, self._tp_group)
         """Runs packed prefills where they are captured."""
         self._signature: Signature | None = None
         self._state: RowState | None = None
@@ -89,6 +89,11 @@ class Decoder:
         """Attention for the model's layers; chosen by `prepare`."""
         assert self._backend is not None
         return self._backend
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The ranks that hold shards of the model. Raises EngineStateError where the group has been destroyed."""
+        return self._tp_group.get()
 
     @property
     def kv_bytes(self) -> int:

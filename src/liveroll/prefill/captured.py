@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.attention import interface
@@ -20,6 +19,7 @@ from liveroll.decode.attempt import attempt_capture
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.upload import upload, upload_into
+from liveroll.distributed.lent import LentGroup
 from liveroll.errors import CaptureError
 from liveroll.kv.storage import PagedStorage
 from liveroll.model.fusion import Fusion
@@ -39,7 +39,7 @@ class CapturedPrefill:
         config: the engine's.
         graphs: keeps the captured forwards, beside the decode steps.
         fusion: the model's projections that are one product meanwhile.
-        tp_group: the ranks that hold shards of the model and capture together, or None.
+        tp_group: the ranks that hold shards of the model and capture together.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CapturedPrefill:
         config: RolloutConfig,
         graphs: GraphStore,
         fusion: Fusion,
-        tp_group: ProcessGroup | None,
+        tp_group: LentGroup,
     ) -> None:
         self._model = model
         self._tp_group = tp_group
@@ -149,7 +149,9 @@ class CapturedPrefill:
     def _capture(self, size: int) -> None:
         # Nothing of an earlier forward may be there: its pages are others' by now.
         self._load(size, np.zeros(self._width(size), np.int64), (1,) * size)
-        if failed := attempt_capture(self._graphs, _key(size), self._make_step(size), self._model, self._tp_group):
+        if failed := attempt_capture(
+            self._graphs, _key(size), self._make_step(size), self._model, self._tp_group.get()
+        ):
             reason = f"packed prefills cannot be captured, because of {failed.cause}"
             if self._config.prefill_capture is True:
                 raise CaptureError(f"{reason}; set prefill_capture='auto' to run them eagerly") from failed.error
