@@ -19,6 +19,12 @@ WORLD = 2
 PATIENCE = 50
 """Seconds for all that a rank does, start-up included; only a hang takes them."""
 
+# Processes begin as copies of one that has imported all of this.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["transformers.models.llama.modeling_llama", "liveroll.engine", "torch.distributed.tensor.parallel"]
+)
+
 
 class _RowParallel(nn.Module):
     """Adds up the ranks' parts of a product over the intermediate numbers."""
@@ -56,10 +62,9 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._reports = [context.Queue() for _ in range(world)]
+        self._reports = [_context.Queue() for _ in range(world)]
         self._processes = [
-            context.Process(target=_run, args=(work, rank, world, port, self._reports[rank], *arguments), daemon=True)
+            _context.Process(target=_run, args=(work, rank, world, port, self._reports[rank], *arguments), daemon=True)
             for rank in range(world)
         ]
 
@@ -94,7 +99,7 @@ class Crew:
 
     def __init__(self, world: int) -> None:
         self._world = world
-        self._tasks = [multiprocessing.get_context("spawn").SimpleQueue() for _ in range(world)]
+        self._tasks = [_context.SimpleQueue() for _ in range(world)]
         self._ranks = Ranks(_serve, world, self._tasks)
 
     def __enter__(self) -> Crew:

@@ -10,11 +10,15 @@ from rollouts import tokens
 from scenarios import GREEDY, VOCAB_SIZE, engine_of, prompts_of
 from test_fully_shard import is_sharded, sharded
 from test_tensor_parallel import parallelized, planned
+from torch._dynamo.backends.registry import lookup_backend
 
 from liveroll import CompileError
+from liveroll.decode import feeding
 
-PATIENCE = 250
-"""Seconds; compilation for a CPU takes most of a minute where nothing else runs."""
+
+def prepare(rank):
+    """Compile up to where code is written for the device, which would take a minute each time."""
+    feeding.inductor = lookup_backend("aot_eager")
 
 
 def build():

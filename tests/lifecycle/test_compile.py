@@ -42,19 +42,28 @@ def compilable():
 
 @pytest.mark.parametrize("architecture", compilable())
 @pytest.mark.usefixtures("traced")
-def test_a_step_is_one_graph(architecture):
-    """Guards against a graph break, and against code that is compiled again for another batch size or new weights."""
+def test_steps_and_prefills_are_one_graph_each(architecture):
+    """Guards against a graph break, and against code that is compiled again for another batch size or new weights.
+
+    Of prefills too: for each of their sizes, and beyond the largest that is captured.
+    """
     model = zoo.build(architecture)
-    engine = engine_of(model)
+    engine = engine_of(model, prefill_capture=True, prefill_capture_tokens=256)
     check(engine, model, 4)
-    assert engine.compilations == ["the first run"]
+    assert engine.compilations == ["the first run"] * 2
     check(engine, model, 2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
     check(engine, model, 3)
     assert engine.captures == 2
-    assert engine.compilations == ["the first run"]
+    assert engine.prefill_captures == 1
+    for length, sizes in ((70, 2), (140, 3), (70, 3), (300, 3)):
+        prompts = zoo.ragged_prompts(zoo.VOCAB_SIZE, 3, [length, 5])
+        rows = [list(row.token_ids) for row in engine.generate(prompts, GREEDY).completions]
+        assert rows == [zoo.reference(model, row, max_new_tokens=BUDGET, do_sample=False) for row in prompts]
+        assert engine.prefill_captures == sizes
+    assert engine.compilations == ["the first run"] * 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"])
@@ -140,19 +149,3 @@ def test_what_cannot_be_compiled(monkeypatch):
     with pytest.raises(CompileError, match=r"cannot be compiled: .*no compiler here.*set compile='auto'"):
         check(engine_of(model), model, 2)
     assert RolloutEngine(model, config=RolloutConfig(compile="auto")).compilations == []
-
-
-@pytest.mark.parametrize("architecture", compilable())
-@pytest.mark.usefixtures("traced")
-def test_a_captured_prefill_is_one_graph(architecture):
-    """Guards against a graph break over several tokens, and code compiled again for each size or beyond the largest."""
-    model = zoo.build(architecture)
-    engine = engine_of(model, prefill_capture=True, prefill_capture_tokens=256)
-    check(engine, model, 4)
-    assert engine.compilations == ["the first run"] * 2
-    for length, sizes in ((70, 2), (140, 3), (70, 3), (300, 3)):
-        prompts = zoo.ragged_prompts(zoo.VOCAB_SIZE, 3, [length, 5])
-        rows = [list(row.token_ids) for row in engine.generate(prompts, GREEDY).completions]
-        assert rows == [zoo.reference(model, row, max_new_tokens=BUDGET, do_sample=False) for row in prompts]
-        assert engine.prefill_captures == sizes
-    assert engine.compilations == ["the first run"] * 2
