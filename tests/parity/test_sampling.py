@@ -45,10 +45,10 @@ def tokens(batch):
 
 
 def assert_same(batch, expected):
-    """The same tokens, and log-probabilities that differ by rounding only."""
+    """The same tokens, and log-probabilities that differ by rounding only: twice what one forward may be off."""
     assert tokens(batch) == tokens(expected)
     for ours, theirs in zip(batch.completions, expected.completions, strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=4e-5)
 
 
 @cache
