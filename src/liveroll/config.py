@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from liveroll.config_checks import (
+    MOST_ROWS,
+    MOST_TOKENS,
     check_choice,
     check_flag,
     check_number,
@@ -29,9 +31,9 @@ class RolloutConfig:
     """How a `RolloutEngine` runs.
 
     Args:
-        max_slots: rows that decode side by side, at most.
+        max_slots: rows that decode side by side, at most; up to 2^20.
         max_length: tokens (prompt and response) a row may hold. None sizes the KV storage for each call's
-            longest row; a number fixes it, so that calls of any shape share one storage.
+            longest row; a number, up to 2^24, fixes it, so that calls of any shape share one storage.
         kv_tokens: KV memory in tokens over all rows. At most one of the three `kv_*` may be given.
         kv_bytes: KV memory in bytes.
         kv_fraction: KV memory as a share of the memory free on the device when it is allocated; 0.5 when none
@@ -117,8 +119,8 @@ class RolloutConfig:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        check_whole(self, "max_slots", low=1)
-        check_whole(self, "max_length", low=2, optional=True)
+        check_whole(self, "max_slots", low=1, high=MOST_ROWS)
+        check_whole(self, "max_length", low=2, high=MOST_TOKENS, optional=True)
         check_whole(self, "kv_tokens", low=1, optional=True)
         check_whole(self, "kv_bytes", low=1, optional=True)
         check_number(self, "kv_fraction", low=0.0, high=1.0, low_open=True, optional=True)

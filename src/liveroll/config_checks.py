@@ -14,6 +14,12 @@ from liveroll.errors import ConfigError
 
 Config = TypeVar("Config")
 
+MOST_ROWS = 1 << 20
+"""Rows that one number may ask for: more fill the host's memory before anything can refuse them."""
+
+MOST_TOKENS = 1 << 24
+"""Tokens of a row that one number may ask for, likewise."""
+
 
 def naming_unknown_options(cls: type[Config]) -> type[Config]:
     """Let a dataclass answer an option that it does not have with the ones that it has."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from liveroll.config_checks import (
+    MOST_ROWS,
     check_biases,
     check_flag,
     check_number,
@@ -37,8 +38,8 @@ class SamplingConfig:
         max_new_tokens: tokens to sample, at most. In a response that an earlier call began it counts those of before
             too; forced tokens do not count.
         min_new_tokens: tokens before which no stop token may be chosen, counted in the same way.
-        n: samples of each prompt, which is prefilled once for all of them. Of no effect on completions that are
-            continued.
+        n: samples of each prompt, which is prefilled once for all of them; up to 2^20. Of no effect on completions
+            that are continued.
         temperature: divides the logits; 0 is greedy, any other value samples and is between 1e-6 and
             1e6.
         top_k: keep the k most likely tokens; 0 keeps all.
@@ -93,7 +94,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_whole(self, "max_new_tokens", low=1, optional=True)
         check_whole(self, "min_new_tokens", low=0, optional=True)
-        check_whole(self, "n", low=1)
+        check_whole(self, "n", low=1, high=MOST_ROWS)
         check_number(self, "temperature", low=0.0, high=MOST_TEMPERATURE, optional=True)
         if self.temperature and self.temperature < LEAST_TEMPERATURE:
             raise ConfigError(

@@ -17,8 +17,8 @@ NOT_WHOLE = [1.5, "3", True, NAN, INF, [1], np.float64(2.0)]
 NOT_NUMBERS = ["0.5", True, [0.5], NAN, INF, -INF]
 
 BAD_ROLLOUT = {
-    "max_slots": [0, -1, None, *NOT_WHOLE],
-    "max_length": [0, 1, -5, *NOT_WHOLE],
+    "max_slots": [0, -1, 10**12, None, *NOT_WHOLE],
+    "max_length": [0, 1, -5, 10**12, *NOT_WHOLE],
     "kv_tokens": [0, -1, *NOT_WHOLE],
     "kv_bytes": [0, -1, *NOT_WHOLE],
     "kv_fraction": [0, 0.0, -0.1, 1.1, *NOT_NUMBERS],
@@ -47,7 +47,7 @@ BAD_ROLLOUT = {
 BAD_SAMPLING = {
     "max_new_tokens": [0, -1, *NOT_WHOLE],
     "min_new_tokens": [-1, *NOT_WHOLE],
-    "n": [0, -1, None, *NOT_WHOLE],
+    "n": [0, -1, 10**12, None, *NOT_WHOLE],
     "temperature": [-0.1, 1e-7, 1e-310, *NOT_NUMBERS],
     "top_k": [-1, *NOT_WHOLE],
     "top_p": [0, 0.0, -0.1, 1.01, *NOT_NUMBERS],
