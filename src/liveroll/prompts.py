@@ -119,8 +119,9 @@ def _describe_stranger(batch: PromptBatch, vocab_size: int) -> str:
 def _tokenize(prompts: Any, tokenizer: Any) -> list[np.ndarray]:
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Sequence):
         raise PromptError(
-            f"prompts must be a list of prompts or a RolloutRequest, not a {type(prompts).__name__}; a padded batch "
-            "is a RolloutRequest(prompt_ids=input_ids, prompt_attention_mask=attention_mask)"
+            f"prompts must be a list of prompts or a RolloutRequest, not a {type(prompts).__name__}; give a single "
+            "prompt as a list of one, and a padded batch as "
+            "RolloutRequest(prompt_ids=input_ids, prompt_attention_mask=attention_mask)"
         )
     if not prompts:
         raise PromptError("the list of prompts is empty")

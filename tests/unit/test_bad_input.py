@@ -51,7 +51,7 @@ BAD_PROMPTS = {
     "a tensor of none": ([torch.tensor(3)], "prompt 0 must be"),
     "one flat prompt": ([1, 2, 3], "prompt 0 must be"),
     "a prompt of None": ([[1], None], "prompt 1 must be"),
-    "a bare string": ("hello", "list of prompts .* not a str"),
+    "a bare string": ("hello", "list of prompts .* not a str; give a single prompt as a list of one"),
     "bytes": (b"hello", "list of prompts .* not a bytes"),
     "one conversation": ([{"role": "user", "content": "x"}], "prompt 0 must be"),
     "a bare mapping": ({"input_ids": [[1]]}, "list of prompts .* not a dict"),
