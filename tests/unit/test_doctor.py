@@ -150,6 +150,12 @@ def test_a_model(checkpoint):
         assert told["captured"] == "not tried: the engine itself ran no decode step"
 
 
+def test_a_model_that_ends_at_once():
+    """Guards against nothing said of captured steps where random prompts are answered by a stop token."""
+    told = json.loads(run("--model", "tiny", "--device", "cpu", "--json"))["model"]
+    assert told["captured"].startswith("yes")
+
+
 def test_a_model_that_cannot_be_rolled_out(tmp_path):
     """Guards against a traceback, or a good end, where the answer is no."""
     save_checkpoint(tmp_path)
@@ -203,6 +209,8 @@ def test_parity_of_a_file(checkpoint, tmp_path):
     ("options", "message"),
     [
         (("--parity",), "--parity compares with a model; give --model"),
+        (("--device", "cuda"), "--device is of a model; give --model"),
+        (("--no-capture",), "--capture is of a model; give --model"),
         (("--model", "tiny", "--n", "3"), "--n is of --parity"),
         (("--model", "tiny", "--max-new-tokens", "3"), "--max-new-tokens is of --parity"),
         (("--model", "tiny", "--parity", "--n", "0"), "SamplingConfig.n must be at least 1"),

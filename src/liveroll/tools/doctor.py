@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,7 +30,7 @@ class DoctorOptions:
     """What `liveroll doctor` was asked to do.
 
     Args:
-        model: a checkpoint folder, or the id of a model on the Hub; None to look at the environment alone.
+        model: a checkpoint folder, the id of a model on the Hub, or `tiny`; None to look at the environment alone.
         parity: compare log-probabilities with the trainer's.
         prompts: file of prompts for it, as `liveroll generate` reads it; None for `TEXTS`.
         max_new_tokens: tokens of each response, at most; None is 64.
@@ -48,7 +48,7 @@ class DoctorOptions:
         ConfigError: options that exclude one another.
     """
 
-    model: str | None
+    model: str | None = None
     parity: bool = False
     prompts: Path | None = None
     max_new_tokens: int | None = None
@@ -68,6 +68,9 @@ class DoctorOptions:
         given = [name for name in ("prompts", "max_new_tokens", "n", "seed") if getattr(self, name) is not None]
         if given and not self.parity:
             raise ConfigError(f"--{given[0].replace('_', '-')} is of --parity; give that too")
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if changed and self.model is None:
+            raise ConfigError(f"--{changed[0]} is of a model; give --model")
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,9 @@ def _try_out(checkpoint: Checkpoint, config: RolloutConfig) -> dict[str, str]:
     from liveroll.tools.parity import plain_sampling
 
     with RolloutEngine(checkpoint.model, checkpoint.tokenizer, config) as engine:
-        batch = engine.generate(default_prompts(checkpoint)[:2], plain_sampling(4, 1, 0))
+        # A model that ends at once would run no decode step.
+        sampling = replace(plain_sampling(4, 1, 0), stop_token_ids=())
+        batch = engine.generate(default_prompts(checkpoint)[:2], sampling)
         return {"rollout": "yes"} | _describe_steps(engine, batch.stats)
 
 
