@@ -62,7 +62,7 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Checkpoint folder, or id of a model on the Hub.")],
+    model: Annotated[str, typer.Option(help="Checkpoint folder, id of a model on the Hub, or tiny.")],
     prompts: Annotated[Path, typer.Option(help="File of JSON lines, each with prompt, messages or prompt_ids.")],
     out: Annotated[Path, typer.Option(help="File to write one JSON line a prompt to, and to go on with.")],
     max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None,
@@ -121,7 +121,7 @@ def generate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Checkpoint folder, or id of a model on the Hub.")],
+    model: Annotated[str, typer.Option(help="Checkpoint folder, id of a model on the Hub, or tiny.")],
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, as generate reads it.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Instead: tokens of each prompt, such as 16,16,512.")] = None,
     costs: Annotated[Path | None, typer.Option(help="File of measured costs; the defaults without one.")] = None,

@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from liveroll.errors import ConfigError
-
 _MODEL = typer.Option(help="Checkpoint folder, id of a model on the Hub, or tiny, the one that ships with liveroll.")
 _DTYPE = typer.Option(help="auto, float32, bfloat16 or float16.")
 _DEVICE = typer.Option(help="auto, or a torch device such as cuda:1.")
@@ -116,10 +114,10 @@ def report(
     out: Annotated[Path, typer.Option(help="Page to write; its charts go beside it.")] = Path("report.html"),
 ) -> None:
     """Show a sweep as one HTML page and as charts."""
+    from liveroll.tools.outputs import check_output
     from liveroll.tools.sweep_file import read_sweep
     from liveroll.tools.sweep_report import write_report
 
-    if found.exists() and out.exists() and found.samefile(out):
-        raise ConfigError(f"the page would be written over the sweep {found}; give another --out")
+    check_output(out, found)
     for path in write_report(read_sweep(found), out):
         typer.echo(str(path))

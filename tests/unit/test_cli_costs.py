@@ -254,6 +254,14 @@ def test_a_file_that_is_no_sweep(content, tmp_path):
     assert "cannot read the sweep" in run("report", tmp_path / "none.json", expect=2)
 
 
+def test_a_sweep_never_replaces_what_it_reads(costs, workloads, tmp_path):
+    """Guards against costs, or workloads, that are gone once they were used."""
+    for read in (costs, workloads):
+        before = read.read_bytes()
+        assert f"it would replace {read}" in sweep(costs, workloads, read, "--new-tokens", "2", expect=2)
+        assert read.read_bytes() == before
+
+
 def test_a_page_that_cannot_be_written(costs, workloads, tmp_path):
     """Guards against a traceback for a folder misspelt, and against a sweep lost under its own page."""
     sweep(costs, workloads, tmp_path / "sweep.json", "--new-tokens", "2", "--check", "0")
@@ -261,7 +269,7 @@ def test_a_page_that_cannot_be_written(costs, workloads, tmp_path):
     for out, message in (
         (tmp_path / "none" / "page.html", "there is no folder"),
         (tmp_path, "it is not a file"),
-        (tmp_path / "sweep.json", "written over the sweep"),
+        (tmp_path / "sweep.json", "it would replace"),
     ):
         assert message in run("report", tmp_path / "sweep.json", "--out", out, expect=2)
     assert (tmp_path / "sweep.json").read_text() == before

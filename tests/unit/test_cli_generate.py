@@ -243,5 +243,5 @@ def test_the_prompts_are_never_the_output(tmp_path):
         [*command, "--prompts", str(prompts), "--out", str(prompts)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "--out and --prompts" in done.stderr
+    assert f"it would replace {prompts}" in done.stderr
     assert prompts.read_text() == '{"prompt_ids": [1]}\n'

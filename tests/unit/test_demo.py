@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from liveroll import ConfigError
 from liveroll.tools.demo import run_demo
 
 ROUNDS = 2
@@ -50,3 +51,11 @@ def test_the_same_seed_repeats_the_run(run, tmp_path):
     again = run_demo(tmp_path, rounds=ROUNDS, seed=1)
     assert (tmp_path / "rollouts.jsonl").read_text() == (out / "rollouts.jsonl").read_text()
     assert again.end_accuracy == first.end_accuracy
+
+
+def test_a_folder_that_is_none(tmp_path):
+    """Guards against a traceback where the folder is a file's name."""
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot write to the folder"):
+        run_demo(tmp_path / "notes", rounds=1)
+    assert (tmp_path / "notes").read_text() == "mine"

@@ -17,6 +17,7 @@ from liveroll.tools.demo_report import DemoResult, Exam, Round, draw_curve, writ
 from liveroll.tools.embedded import Problem, load_embedded, problems, reward
 from liveroll.tools.generate_speed import time_generate
 from liveroll.tools.grpo_trainer import GRPOTrainer
+from liveroll.tools.outputs import make_folder
 from liveroll.types import RolloutBatch
 
 PROMPTS = 32  # problems in a round
@@ -37,9 +38,12 @@ def run_demo(out: Path, rounds: int = 40, seed: int = 0) -> DemoResult:
         out: folder to write to; made if missing.
         rounds: training rounds.
         seed: the same seed draws the same problems and, on one machine, the same answers.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
     """
     started = time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     model, tokenizer = load_embedded()
     model.train()
     trainer = GRPOTrainer(model, seed=seed)

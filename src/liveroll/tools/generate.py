@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from liveroll.config import PrefillRoute, RolloutConfig
-from liveroll.errors import ConfigError
 from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.checkpoint import digest_checkpoint, load_checkpoint, locate_checkpoint
 from liveroll.tools.jobs import BadLine, Job, read_jobs, refuse_bad_lines
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption
+from liveroll.tools.outputs import check_output
 
 if TYPE_CHECKING:
     from liveroll.completion import Completion
@@ -34,7 +34,7 @@ class GenerateOptions:
     """What `liveroll generate` was asked to do.
 
     Args:
-        model: a checkpoint folder, or the id of a model on the Hub.
+        model: a checkpoint folder, the id of a model on the Hub, or `tiny`.
         prompts: the prompts file.
         out: the output file.
         sampling: settings of every line that does not set its own; the seed must be given.
@@ -109,11 +109,11 @@ def run_generate(options: GenerateOptions, console: Console) -> GenerateSummary:
 
     Raises:
         PromptError: the prompts file has bad lines and `skip_bad` is False; the message lists them all.
-        ConfigError: the model cannot be loaded, or the output file belongs to a run with other settings.
+        ConfigError: the model cannot be loaded, or the output file cannot be written to, is one of those that
+            are read, or belongs to a run with other settings.
         LiverollError: as `RolloutEngine.stream` raises.
     """
-    if options.out.resolve() == options.prompts.resolve():
-        raise ConfigError(f"--out and --prompts are both {options.prompts}; completions would replace the prompts")
+    check_output(options.out, options.prompts, *([options.costs] if options.costs else []))
     config = options.engine_config
     file = read_jobs(options.prompts, options.sampling)
     _settle_bad_lines(options, file.bad, console)

@@ -8,14 +8,16 @@ from pathlib import Path
 from liveroll.errors import ConfigError
 
 
-def check_output(out: Path) -> None:
-    """Refuse a path that no file can be written to.
+def check_output(out: Path, *inputs: Path) -> None:
+    """Refuse a path that no file can be written to, or that would replace what is read.
 
     Args:
         out: the file; it need not exist.
+        inputs: files that the command reads; they need not exist either.
 
     Raises:
-        ConfigError: there is no such folder, it or the file may not be written to, or the path is no file's.
+        ConfigError: there is no such folder, it or the file may not be written to, the path is no file's, or it is
+            one of the inputs.
     """
     if not out.name or out.is_dir():
         raise ConfigError(f"cannot write to {out}: it is not a file; give the name of one")
@@ -23,3 +25,20 @@ def check_output(out: Path) -> None:
         raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise ConfigError(f"cannot write to {out}: it, or the folder, may not be written to")
+    for path in inputs:
+        if out.exists() and path.exists() and out.samefile(path):
+            raise ConfigError(f"cannot write to {out}: it would replace {path}, which is read; give another --out")
+
+
+def make_folder(out: Path) -> None:
+    """Make a folder for what a command writes, unless there is one.
+
+    Raises:
+        ConfigError: it cannot be made, or nothing may be written to it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to the folder {out}: {error.strerror}") from error
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"cannot write to the folder {out}: it may not be written to")

@@ -27,7 +27,7 @@ class PlanOptions:
     """What `liveroll plan` was asked to do.
 
     Args:
-        model: a checkpoint folder, or the id of a model on the Hub.
+        model: a checkpoint folder, the id of a model on the Hub, or `tiny`.
         prompts: a file of prompts, as `liveroll generate` reads it; either this or `lengths`.
         lengths: tokens of each prompt, separated by commas.
         sampling: settings of every prompt that does not set its own.

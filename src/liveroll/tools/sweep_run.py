@@ -102,11 +102,12 @@ def run_sweep(options: SweepOptions, console: Console) -> SweepResult:
     """Compare the routes and write what was found.
 
     Raises:
-        ConfigError: the model or the costs cannot be used, or the file cannot be written to.
+        ConfigError: the model or the costs cannot be used, or the file cannot be written to, or is one of those
+            that are read.
         PromptError: a workload cannot be read or run.
         LiverollError: as `sweep` raises.
     """
-    check_output(options.out)
+    check_output(options.out, options.costs, Path(options.workloads))
     workloads = read_workloads(options.workloads)
     costs = read_costs(options.costs)
     model = load_checkpoint(options.model, options.dtype, options.device).model
