@@ -3,8 +3,8 @@
     python tests/mutants.py              # every mutant of mutants.toml
     python tests/mutants.py A8 seen      # those whose row, file or description contains each of the words
 
-Prints a row of the table in docs/testing.md for each. A mutant that no test notices, or whose line is not there any
-more, makes the exit code 1.
+Prints a row of a table for each. A mutant that no test notices, or whose line is not there any more, makes the exit
+code 1.
 """
 
 from __future__ import annotations
