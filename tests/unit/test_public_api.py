@@ -78,6 +78,13 @@ def test_the_api_page_says_what_the_docstrings_say() -> None:
     assert [name for name in PUBLIC if f"### `{name}`" not in page] == []
 
 
+def test_the_architecture_page_knows_every_module() -> None:
+    """Guards against modules that were added, renamed or split, and a page that shows what was before."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    modules = [path for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")]
+    assert [path for path in modules if f"`{path.stem}`" not in page and f"`{path.name}`" not in page] == []
+
+
 @pytest.mark.parametrize("statement", ["import liveroll", "import liveroll.cli", "import liveroll.tools.jobs"])
 def test_importing_loads_neither_torch_nor_transformers(statement: str) -> None:
     """Guards against `liveroll --help`, or reading a config, taking seconds and gigabytes."""
