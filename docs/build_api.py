@@ -45,7 +45,8 @@ SECTIONS = {
 }
 INTRODUCTION = """# API
 
-Every public name, imported from `liveroll`. This page is written by `docs/build_api.py` from the docstrings.
+Every public name, imported from `liveroll`. Fields of configurations, costs and geometry are given by name. This
+page is written by `docs/build_api.py` from the docstrings.
 """
 
 
