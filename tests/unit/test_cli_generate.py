@@ -196,6 +196,15 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(work: Work, options: tupl
     assert not work.out.exists()
 
 
+def test_a_generation_configuration_that_is_wrong(work: Work, tmp_path: Path) -> None:
+    """Guards against a traceback where the model's own settings are none."""
+    work.checkpoint = Path(shutil.copytree(work.checkpoint, tmp_path / "checkpoint"))
+    (work.checkpoint / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}', "utf-8")
+    work.ask({"prompt": "a"})
+    shown = work.run(expect=2)
+    assert "generation_config.temperature must be a number, not 'hot'" in shown
+
+
 def test_debug_shows_the_traceback(work: Work) -> None:
     """Guards against an error whose place cannot be found at all."""
     result = CliRunner().invoke(app, ["--debug", *work.command("--slots", "0")])

@@ -36,7 +36,7 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
         device: `auto` for a GPU if there is one, or a torch device.
 
     Raises:
-        ConfigError: there is no such model, dtype or device.
+        ConfigError: there is no such model, dtype or device, or its files cannot be read or are not whole.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,16 +49,25 @@ def load_checkpoint(name: str, dtype: str, device: str) -> Checkpoint:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     name = _folder_of(name)
+    stored = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
-    except (OSError, ValueError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=stored, output_loading_info=True)
+        model = model.to(place).eval()
+    except Exception as error:  # files may be broken in any way
         missing = "" if Path(name).is_dir() else "there is no such folder, and as the id of a model on the Hub: "
         raise ConfigError(f"cannot load the model {name!r}: {missing}{error}") from error
+    if lacking := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"cannot load the model {name!r}: {len(lacking)} of its weights are not in its files and would be random, "
+            f"the first {lacking[0]}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
+    except Exception as error:
+        if any(Path(name).glob("tokenizer*")):
+            raise ConfigError(f"cannot load the tokenizer of {name!r}: {error}") from error
         tokenizer = None
-    return Checkpoint(model.to(place).eval(), tokenizer)
+    return Checkpoint(model, tokenizer)
 
 
 def locate_checkpoint(name: str) -> str:

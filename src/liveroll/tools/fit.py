@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from liveroll.call import make_call
 from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError, PromptError
+from liveroll.model.inherited import check_inherited
 from liveroll.model.resolver import SettingsResolver
 from liveroll.prompts import Prompts, padding_token, read_prompts
 from liveroll.sampling_config import SamplingConfig
@@ -50,11 +51,12 @@ def fit_jobs(
         The jobs that can be run, and the others.
 
     Raises:
-        ConfigError: there is text to encode, and no tokenizer.
+        ConfigError: there is text to encode, and no tokenizer; or the model's generation configuration is wrong.
         UnsupportedGenerationError: the model's generation configuration asks for what the engine does not do.
     """
     if checkpoint.tokenizer is None and not all(_has_ids(job) for job in jobs):
         raise ConfigError("the model has no tokenizer, so every line must give prompt_ids")
+    check_inherited(checkpoint.model)
     fit = _Fit(checkpoint, config, max_tokens)
     fitted: list[FittedJob] = []
     bad: list[BadLine] = []
