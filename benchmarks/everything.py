@@ -81,7 +81,7 @@ JOBS = {
         240, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
     ),
     "tests-trainers": _tests(150, "gpu/test_gpu_trainers.py"),
-    "tests-ranks": _tests(150, "gpu/test_gpu_ranks.py", several=True),
+    "tests-ranks": _tests(200, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", several=True),
     "ranks": _benchmark(300, "ranks.py --rounds 6 --limit 75", several=True),
     "ranks-8B": _benchmark(120, "ranks.py --model 8B --parts tp", several=True),
     "ranks-32B": _benchmark(150, "ranks.py --model 32B --parts tp", several=True),

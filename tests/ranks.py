@@ -19,8 +19,9 @@ WORLD = 2
 PATIENCE = 50
 """Seconds for all that a rank does, start-up included; only a hang takes them."""
 
-# Processes begin as copies of one that has imported all of this.
-_context = multiprocessing.get_context("forkserver")
+# Processes begin as copies of one that has imported all of this; not where there is a GPU, which transformers looks for
+# as it is imported: a copy of a process that did could not use it.
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(
     ["transformers.models.llama.modeling_llama", "liveroll.engine", "torch.distributed.tensor.parallel"]
 )

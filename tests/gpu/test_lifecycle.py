@@ -99,6 +99,21 @@ def test_a_new_shape_never_holds_both_states(monkeypatch):
     assert torch.cuda.max_memory_allocated() - besides < second + first / 2
 
 
+def test_one_captured_step_at_a_time():
+    """Guards against a memory pool that takes no graph once its only one has left, and memory of those that left."""
+    model = build("llama").cuda()
+    expected = tokens(
+        RolloutEngine(model, config=RolloutConfig(max_slots=8, capture=False)).generate(prompts(8), GREEDY)
+    )
+    engine = RolloutEngine(model, config=RolloutConfig(max_slots=8, max_captures=1))
+    held = []
+    for _ in range(4):
+        assert tokens(engine.generate(prompts(8), GREEDY)) == expected
+        held.append(engine.memory().graphs)
+    assert (engine.captures, engine.prefill_captures) == (4, 4)
+    assert 0 < held[3] <= held[1]
+
+
 def test_a_step_that_cannot_be_captured():
     """Guards against a capture failure that hangs, is silent, or does not name its module."""
     from liveroll import CaptureError

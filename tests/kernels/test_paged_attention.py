@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from liveroll.attention.fast import GpuAttention
 from liveroll.attention.layout import PagedLayout
 from liveroll.attention.reference import ReferenceAttention
 from liveroll.model.geometry import AttentionTraits
@@ -127,6 +128,18 @@ def test_the_bound_changes_no_bit(device):
     expected = paged_attention(*shared, longest=500, **traits)
     for longest in (512, 544, 1024, 4096, 32768):
         assert paged_attention(*shared, longest=longest, **traits).equal(expected)
+
+
+def test_doubles_are_left_to_the_reference(device):
+    """Guards against a kernel for numbers that it does not compile for, where the interpreter sees nothing wrong."""
+    query, key, value, keys, values, layout = case(
+        device, torch.float64, heads=4, kv_heads=2, key_dim=16, value_dim=16, page_size=16, lengths=[1, 40, 70]
+    )
+    traits = AttentionTraits(0.25, None, None)
+    pages = keys.clone(), values.clone()
+    expected = ReferenceAttention().paged(query, key, value, *pages, layout, traits, None)
+    got = GpuAttention(device, 6).paged(query, key, value, keys, values, layout, traits, None)
+    torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
 def test_kv_write(device):

@@ -437,6 +437,21 @@ def test_autocast_counts_by_its_dtype(model):
     assert engine.captures == 4
 
 
+def test_the_precision_of_products_counts(model):
+    """Guards against a step that keeps the TF32 of its capture, where the process has switched it since."""
+    engine = engine_of(model)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        for allowed in (False, True, True, False):
+            matmul.allow_tf32 = allowed
+            check(engine, model, prompts(8))
+    finally:
+        matmul.allow_tf32 = before
+    assert engine.captures == 3
+    assert all("precision of float32 products" in reason for reason in engine.recapture_reasons)
+
+
 def test_weights_change_inside_one_autocast(model):
     """Guards against casts of the weights that autocast keeps, and that a captured step would go on reading."""
     engine = engine_of(model)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from liveroll.decode.capture import RecordedSteps
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from liveroll.decode import capture
+from liveroll.decode.capture import CudaGraphs, RecordedSteps
 from liveroll.decode.graphs import GraphStore
 
 
@@ -27,3 +33,36 @@ def test_dropped_steps_leave_their_pool():
     assert store.bytes == 0
     store.record(("decode", 1), lambda: None)
     assert (store.bytes, len(pools)) == (7, 2)
+
+
+class Stream:
+    """Takes down what is done on it, and what it waits for."""
+
+    def __init__(self):
+        self.done = []
+
+    def wait_stream(self, other):
+        self.done.append(other)
+
+
+def test_what_follows_a_failed_warm_up_waits_for_it(monkeypatch):
+    """Guards against kernels of a step that failed half-way, which run beside those of the step in its place."""
+    current, side = Stream(), Stream()
+
+    @contextmanager
+    def on(stream):
+        assert stream is side
+        yield
+
+    def step():
+        side.done.append("a kernel")
+        raise MemoryError
+
+    monkeypatch.setattr(capture, "_side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    with pytest.raises(MemoryError):
+        CudaGraphs(torch.device("cpu")).warm_up(step)
+    assert side.done == [current, "a kernel"]
+    assert current.done == [side]

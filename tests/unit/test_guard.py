@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -46,6 +47,24 @@ def test_gradients_are_back_after_an_interrupt_while_they_are_put_back():
     finally:
         sys.settrace(before)
         torch.set_grad_enabled(True)
+
+
+def test_the_models_gpu_is_the_current_one(monkeypatch):
+    """Guards against kernels and events that go to another GPU than the one which the model is on."""
+    model, current = zoo.build("llama"), []
+
+    @contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(type(model), "device", torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with ModelGuard(model, training=False).rollout():
+        assert current == [torch.device("cuda:1")]
+    assert current == []
 
 
 @pytest.mark.parametrize("route", ["packed", "equal_width"])

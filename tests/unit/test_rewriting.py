@@ -63,6 +63,16 @@ class UnevenParts(Block):
         return functional.silu(gate) * up
 
 
+class PartsOfAnotherAxis(Block):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Parameter(torch.ones(WIDTH, 2 * INNER))
+
+    def gated(self, x):
+        gate, up = functional.linear(torch.cat([x, 2 * x], 1), self.gate_up).split([1, 1], 1)
+        return functional.silu(gate) * up
+
+
 class Biased(Block):
     def gated(self, x):
         return functional.linear(x, self.gate_up, self.gate_up[:, 0]).split([INNER, INNER], -1)[0]
@@ -105,6 +115,12 @@ class ComputedScale(Block):
         return (1 + self.scale) * (wide * torch.rsqrt(variance + EPSILON)).to(x.dtype)
 
 
+class OneScale(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
 class ProductReadTwice(Block):
     def forward(self, x):
         product = functional.linear(self.gated(x), self.down)
@@ -116,6 +132,11 @@ class Broadcast(Block):
     def forward(self, x):
         added = x[:1] + functional.linear(self.gated(x), self.down)
         return added, self.norm(added)
+
+
+def gate_of(product, half):
+    gate, up = product.split([half, half], -1)
+    return functional.silu(gate) * up
 
 
 def run_rewritten(module, x):
@@ -150,12 +171,14 @@ def test_what_fits_is_rewritten(dtype):
         (GateOfUp, 1),
         (GateReadTwice, 1),
         (UnevenParts, 1),
+        (PartsOfAnotherAxis, 1),
         (Biased, 0),
         (CenteredNorm, 1),
         (NormOfAnotherAxis, 1),
         (CubeNorm, 1),
         (VarianceIsReturned, 1),
         (ComputedScale, 1),
+        (OneScale, 1),
         (ProductReadTwice, 1),
         (Broadcast, 1),
     ],
@@ -168,6 +191,25 @@ def test_what_only_looks_alike_is_left(kind, rewritten):
     assert counts == [rewritten]
     with torch.no_grad():
         torch.testing.assert_close(outputs, module(x), atol=0, rtol=0, equal_nan=True)
+
+
+def test_products_that_autocast_rounds_otherwise():
+    """Guards against an operator that gives the dtype of its weights where autocast asks for another."""
+    module, x = Block().half(), torch.ones(3, 1, WIDTH, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        counts, outputs = run_rewritten(module, x)
+    assert counts == [0]
+    assert [output.dtype for output in outputs] == [torch.float32, torch.float32]
+
+
+def test_weights_that_32_bits_cannot_address():
+    """Guards against a kernel whose offsets overflow."""
+    module, x = Block().to("meta"), torch.ones(3, 1, WIDTH, device="meta")
+    for rows, expected in ((2**27 - 2, 2), (2**27, 1)):
+        module.gate_up = nn.Parameter(torch.empty(rows, WIDTH, device="meta"))
+        module.down = nn.Parameter(torch.empty(WIDTH, rows // 2, device="meta"))
+        module.gated = lambda x, half=rows // 2: gate_of(functional.linear(x, module.gate_up), half)
+        assert run_rewritten(module, x)[0] == [expected]
 
 
 def test_the_cpu_and_float32_are_left_to_the_compiler():

@@ -19,7 +19,7 @@ _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GpuAttention:
-    """An `AttentionBackend` of kernels; for a dtype that they do not take, packed attention is the reference's.
+    """An `AttentionBackend` of kernels; for a dtype that they do not take, attention is the reference's.
 
     Args:
         device: the GPU.
@@ -83,6 +83,8 @@ class GpuAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.paged`."""
+        if query.dtype not in _KERNEL_DTYPES:
+            return self._reference.paged(query, key, value, keys, values, layout, traits, sinks)
         return paged_attention(
             query,
             key,

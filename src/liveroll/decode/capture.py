@@ -83,10 +83,13 @@ class CudaGraphs:
         with _capturing:
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                for _ in range(self._WARM_UPS):
-                    step()
-            current.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    for _ in range(self._WARM_UPS):
+                        step()
+            finally:
+                # A step that fails half-way has begun on the device, over tensors that what comes next uses too.
+                current.wait_stream(self._stream)
 
     def record(self, step: Step) -> CapturedStep:
         """Record the step on the side stream."""

@@ -143,6 +143,7 @@ class Decoder:
         room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
         settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
         settings["autocast"] = autocast_dtype(self._model.device)
+        settings["precision of float32 products"] = torch.backends.cuda.matmul.fp32_precision
         settings["adapters"] = adapter_state(modules)
         needed = None if self._config.capture is False else needed_hooks(self._model, modules)
         settings["need of hooks"] = needed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
+
+from liveroll.model.device import made_current
 
 
 def gather_objects(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
@@ -23,7 +24,7 @@ def gather_objects(value: Any, group: ProcessGroup, device: torch.device) -> lis
         device: this rank's, for groups that only exchange what is on a GPU.
     """
     values: list[Any] = [None] * group.size()
-    with _current(device):
+    with made_current(device):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -39,7 +40,7 @@ def swap_objects(values: Sequence[Any], group: ProcessGroup, device: torch.devic
     where = torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
     blobs = [pickle.dumps(value) for value in values]
     sizes = [len(blob) for blob in blobs]
-    with _current(device):
+    with made_current(device):
         coming = torch.empty(len(sizes), dtype=torch.int64, device=where)
         dist.all_to_all_single(coming, torch.tensor(sizes, device=where), group=group)
         ends = coming.tolist()
@@ -52,7 +53,3 @@ def swap_objects(values: Sequence[Any], group: ProcessGroup, device: torch.devic
 
 def _bytes(blob: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(blob, np.uint8).copy())
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -199,11 +199,11 @@ def draw(logits: Tensor, source: Source, state: RowState, slots: Tensor, raw_log
         COLUMNS=len(Column), POSITION=int(Column.POSITION), SAMPLED=int(Column.SAMPLED),
         STREAM_LOW=int(Column.STREAM_LOW), STREAM_HIGH=int(Column.STREAM_HIGH),
         SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE), BLOCKS=blocks, BLOCK=BLOCK,
-        DEVICE=logits.is_cuda, num_warps=4,
+        DEVICE=logits.is_cuda, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     _draw_row[(rows,)](
         logits, best, token, chosen, top, total, raw_top, raw_total, tokens, logprobs, totals,
         totals if raw_logprobs is None else raw_logprobs, logits.stride(0), source.width,
-        RAW=raw, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), num_warps=1,
+        RAW=raw, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return Draw(tokens, logprobs, totals, kept)

@@ -121,11 +121,13 @@ def gated_product(input: Tensor, weight: Tensor) -> Tensor:
     output = input.new_empty(rows, outputs)
     if rows > FEW:
         product = functional.linear(input, weight)
-        _gate_many[(rows, triton.cdiv(outputs, 2048))](product, output, outputs, BLOCK=2048, num_warps=8)
+        _gate_many[(rows, triton.cdiv(outputs, 2048))](
+            product, output, outputs, BLOCK=2048, num_warps=8, enable_fp_fusion=True
+        )
         return output
     _gated_few[(triton.cdiv(outputs, _TILE),)](
         input, weight, output, rows, outputs, inputs, ROWS_P=_padded(rows), TILE=_TILE, STEP=_STEP, STAGES=4,
-        PRECISION=_precision(input), num_warps=4,
+        PRECISION=_precision(input), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return output
 
@@ -155,12 +157,12 @@ def normed_product(
         parts = torch.empty(count, rows, outputs, dtype=torch.float32, device=input.device)
         _sum_few[(tiles, count)](
             input, weight, parts, rows, outputs, inputs, ROWS_P=_padded(rows), TILE=_TILE, STEP=_STEP, STAGES=6,
-            PARTS=count, PRECISION=_precision(input), num_warps=4,
+            PARTS=count, PRECISION=_precision(input), num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     width = triton.next_power_of_2(outputs)
     _add_and_norm[(rows,)](
         parts, residual, scale, added, normed, rows, outputs, epsilon, PARTS=count, WIDTH_P=width,
-        num_warps=min(max(width // 512, 1), 16),
+        num_warps=min(max(width // 512, 1), 16), enable_fp_fusion=True,
     )  # fmt: skip
     return added, normed
 

@@ -38,4 +38,5 @@ def write_kv(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, index: Te
         key, value, keys, values, index, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         HEADS=heads, K_DIM=key_dim, V_DIM=value_dim, K_SIZE=triton.next_power_of_2(heads * key_dim),
         V_SIZE=triton.next_power_of_2(heads * value_dim), num_warps=1 if heads * key_dim <= 512 else 4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def locate(
     _locate[(count, triton.cdiv(width, _BLOCK))](
         numbers, block_table, slots, found, pages, count, width, block_table.stride(0),
         COLUMNS=numbers.shape[1], TOKEN=int(Column.TOKEN), POSITION=int(Column.POSITION),
-        PAGE=page_size, BLOCK=_BLOCK, num_warps=1,
+        PAGE=page_size, BLOCK=_BLOCK, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     tokens, positions, lengths, index = found
     return tokens, positions, pages, lengths, index

@@ -68,6 +68,6 @@ def move(
         KEPT=history is not None, IN_RESPONSE=IN_RESPONSE,
         TOKEN=int(Column.TOKEN), POSITION=int(Column.POSITION), REMAINING=int(Column.REMAINING), DONE=int(Column.DONE),
         RUNNING=int(Outcome.RUNNING), STOPPED=int(Outcome.STOPPED), SPENT=int(Outcome.SPENT), IDLE=int(Outcome.IDLE),
-        num_warps=1,
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return report

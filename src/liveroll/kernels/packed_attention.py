@@ -119,6 +119,6 @@ def packed_attention(
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PRECISION="tf32" if half else "ieee",
         HEADS=heads, GROUP=heads // kv_heads, K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-        QUERIES=queries, KEYS=keys, num_warps=4, num_stages=2 if half else 1,
+        QUERIES=queries, KEYS=keys, num_warps=4, num_stages=2 if half else 1, enable_fp_fusion=True,
     )  # fmt: skip
     return output

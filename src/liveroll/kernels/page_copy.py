@@ -31,4 +31,4 @@ def copy_pages(words: Tensor, starts: Tensor, sizes: Tensor, largest: int, sourc
     """
     block = min(triton.next_power_of_2(largest), 1024)
     grid = (len(sources), len(starts), triton.cdiv(largest, block))
-    _copy[grid](words, starts, sizes, sources, targets, BLOCK=block)
+    _copy[grid](words, starts, sizes, sources, targets, BLOCK=block, enable_fp_fusion=True)

@@ -205,6 +205,6 @@ def paged_attention(
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
         HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=_LEAST_CHUNK,
         SPLITS_P=triton.next_power_of_2(splits),
-        num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1,
+        num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1, enable_fp_fusion=True,
     )  # fmt: skip
     return output

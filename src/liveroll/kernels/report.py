@@ -63,11 +63,11 @@ def rank(source: Source, draw: Draw, state: RowState, slots: Tensor, ids: Tensor
         source.values, bounds, edges, slots, state.settings, best, candidates,
         source.values.stride(0), source.width, count,
         BOUNDED=source.bounds is not None, SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
-        BLOCKS=blocks, BLOCK=BLOCK, num_warps=8,
+        BLOCKS=blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     _rank_row[(rows,)](
         best, candidates, draw.totals, ids, logprobs, rows, blocks * count, count,
-        CANDIDATES=triton.next_power_of_2(blocks * count), num_warps=4,
+        CANDIDATES=triton.next_power_of_2(blocks * count), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def list_kept(source: Source, draw: Draw, state: RowState, slots: Tensor, counts
         source.values, bounds, edges, slots, state.settings, draw.kept, counts, ids,
         source.values.stride(0), source.width, rows, limit,
         BOUNDED=source.bounds is not None, SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
-        COUNTED=counted, BLOCKS_P=triton.next_power_of_2(counted), BLOCK=BLOCK, num_warps=8,
+        COUNTED=counted, BLOCKS_P=triton.next_power_of_2(counted), BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip

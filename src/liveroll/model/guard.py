@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from liveroll.attention import interface
 from liveroll.errors import EngineStateError
+from liveroll.model.device import made_current
 from liveroll.model.restore import restore_in_full
 from liveroll.model.signature import walk
 from liveroll.model.versions import AttentionSwitch
@@ -64,6 +65,8 @@ class ModelGuard:
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet.
 
+        Its GPU is the current one.
+
         Raises:
             EngineStateError: another rollout of the model is running.
         """
@@ -93,7 +96,7 @@ class ModelGuard:
             for module in checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             # Tensors kept from a call in inference mode could not be written to by a call outside of it.
-            with torch.inference_mode(False), torch.no_grad(), _uncached_autocast(device.type):
+            with torch.inference_mode(False), torch.no_grad(), _uncached_autocast(device.type), made_current(device):
                 yield
         finally:
             restore_in_full(restore)

@@ -61,7 +61,9 @@ def _rewrite_gate(result: Node, taken: Callable[[Tensor], bool]) -> bool:
         return False
     (product,) = _nodes(parts, 1)
     sizes = parts.args[1]
-    if not (isinstance(sizes, list) and len(sizes) == 2 and sizes[0] == sizes[1] and _is_product(product, taken)):
+    if not (isinstance(sizes, list) and len(sizes) == 2 and sizes[0] == sizes[1] and parts.args[2:] == (-1,)):
+        return False
+    if not _is_product(product, taken):
         return False
     if not all(map(_used_once, (activated, up, gate, product))) or len(parts.users) != 2:
         return False
@@ -101,6 +103,8 @@ def _rewrite_norm(result: Node, taken: Callable[[Tensor], bool]) -> bool:
         return False
     if _value(wide).dtype != torch.float32 or _value(residual).shape != _value(product).shape:
         return False
+    if _value(scale).shape != _value(product).shape[-1:]:
+        return False
     if not all(map(_used_once, (rounded, scaled, factor, shifted, mean, square))) or len(wide.users) != 2:
         return False
     graph = result.graph
@@ -133,8 +137,10 @@ def _is_product(node: Node | None, taken: Callable[[Tensor], bool]) -> bool:
         and _is_parameter(weight)
         and taken(_value(input))
         and taken(_value(weight))
-        and _value(weight).dtype == _value(input).dtype
+        and _value(weight).dtype == _value(input).dtype == _value(node).dtype
         and _value(weight).is_contiguous()
+        # Kernels find their way through a weight by 32 bits.
+        and _value(weight).numel() < 2**31
     )
 
 
