@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,14 +127,13 @@ def take_samples(
         The samples, known ones among them.
     """
     taken: dict[Cell, list[Sample]] = {}
-    took: dict[Cell, float] = {}
     warm: set[tuple[object, ...]] = set()
     for cell, turns in _turns(cells, repeats):
         if missing := [repeat for repeat in turns if sample_id(cell, repeat) not in known]:
             again = turns[0] >= _AT_LEAST
             if again and (cell not in taken or _is_settled(taken[cell])):
                 continue
-            if (again or not cell.needed) and len(missing) * _expected_seconds(cell, took) > seconds_left():
+            if (again or not cell.needed) and len(missing) * _expected_seconds(cell, taken) > seconds_left():
                 continue
         for repeat in turns:
             sample = known.get(sample_id(cell, repeat))
@@ -143,9 +141,7 @@ def take_samples(
                 if not warm.issuperset(kinds := _kinds_of(cell)):
                     stopwatch.time(cell)
                     warm.update(kinds)
-                began = time.perf_counter()
                 sample = stopwatch.time(cell, repeat)
-                took[cell] = time.perf_counter() - began
                 keep(sample)
             taken.setdefault(cell, []).append(sample)
     return [sample for samples in taken.values() for sample in samples]
@@ -214,14 +210,16 @@ def _is_settled(samples: Sequence[Sample]) -> bool:
     return True
 
 
-def _expected_seconds(cell: Cell, took: Mapping[Cell, float]) -> float:
-    """What a call took, or the longest of its route where it has not been run."""
+def _expected_seconds(cell: Cell, taken: Mapping[Cell, Sequence[Sample]]) -> float:
+    """What a call took last, or the longest of its route where it has not been run."""
+    if cell in taken:
+        return taken[cell][-1].wall_ms / 1e3
     alike = (
-        seconds
-        for other, seconds in took.items()
+        samples[-1].wall_ms / 1e3
+        for other, samples in taken.items()
         if other.route == cell.route and bool(other.steps) == bool(cell.steps)
     )
-    return took[cell] if cell in took else max(alike, default=0.0)
+    return max(alike, default=0.0)
 
 
 def _kinds_of(cell: Cell) -> set[tuple[object, ...]]:
