@@ -89,6 +89,17 @@ def test_small_shapes_count_as_much_as_large_ones():
     assert max(abs(error) for error in errors_of(small, fitted, GEOMETRY)) < 0.08
 
 
+def test_a_forward_more_costs_what_a_launch_takes():
+    """Guards against prompts split into forwards that each take as long to launch as all prompts do in one."""
+
+    def launched(point: Measurement) -> float:
+        work = 4.5 + 0.026 * point.rows * point.width
+        return max(30.0, work) if point.kind == "prefill" else exact(point)
+
+    fitted = fit_costs(points_of(launched), GEOMETRY, None)
+    assert fitted.fixed_ms == pytest.approx(30.0, rel=0.05)
+
+
 def test_no_coefficient_is_negative():
     """Guards against costs that CostModel refuses, from times that fall where more is done."""
     fitted = fit_costs(points_of(lambda point: 100.0 / (point.rows * point.width)), GEOMETRY, None)

@@ -36,13 +36,18 @@ def test_the_corners_are_measured():
     assert len(cells) == 24
 
 
-def test_the_corners_are_all_that_is_needed():
-    """Guards against a coefficient that nothing tells where time allows the needed cells only."""
+def test_what_is_needed():
+    """Guards against a coefficient that nothing tells where time allows the needed cells only.
+
+    And against estimates by the corners alone, which split prompts into too many forwards where launching takes long.
+    """
     cells = plan_grid(WorkloadRange(min_length=16, max_length=512, max_batch=32), 65536)
     needed = [cell for cell in cells if cell.needed]
     assert cells[: len(needed)] == tuple(needed)
-    assert {(cell.rows, cell.width) for cell in needed} == {(1, 16), (1, 512), (32, 16), (32, 512)}
-    assert len(needed) == 16
+    corners = {(1, 16), (1, 512), (32, 16), (32, 512)}
+    assert {(cell.rows, cell.width) for cell in needed} == corners | {(32, 91)}
+    assert {cell.route for cell in needed if cell.width == 91} == {"equal_width", "packed"}
+    assert len(needed) == 18
 
 
 def test_a_range_is_halved_until_nothing_is_left():

@@ -68,6 +68,10 @@ def fit_costs(points: Sequence[Measurement], geometry: ModelGeometry, max_tokens
     formula follows, would bend all other estimates. Lawson and Hanson's non-negative least squares,
     doi:10.1137/1.9781611971217, weighted anew in each round.
 
+    The padded prefill of fewest tokens counts twice. On a GPU it takes as long as one of some hundred tokens, that of
+    its launches, and that is what it costs to split prompts into one forward more. By fits in which the others outweigh
+    it, prompts were split too often (`benchmarks/calibration_simulation.py`).
+
     Args:
         points: measurements, prefills and decode steps of each of packed, padded and ordinary rows.
         geometry: the model's.
@@ -79,6 +83,8 @@ def fit_costs(points: Sequence[Measurement], geometry: ModelGeometry, max_tokens
     for point in points:
         if not (np.isfinite(point.ms) and point.ms > 0):
             raise ConfigError(f"a measurement must be a positive number of milliseconds: {point}")
+    padded = [point for point in points if point.kind == "prefill" and point.route == "equal_width"]
+    points = [*points, *sorted(padded, key=lambda point: point.rows * point.width)[:1]]
     nothing = replace(CostModel(), **_ZERO, max_tokens=max_tokens)  # type: ignore[arg-type]
     units = [replace(nothing, **{name: 1.0}) for name in COEFFICIENTS]  # type: ignore[arg-type]
     shares = np.array([[predict_ms(point, unit, geometry) / point.ms for unit in units] for point in points])

@@ -15,6 +15,8 @@ DECODE_STEPS = 4
 """Steps that a decode measurement averages over."""
 
 _WIDTHS = 3
+_PREFILLS: tuple[Route, ...] = ("equal_width", "packed")
+_DECODES: tuple[Route, ...] = ("packed", "ordinary")
 
 
 @naming_unknown_options
@@ -90,12 +92,13 @@ class Cell:
 
 
 def plan_grid(work: WorkloadRange, max_tokens: int | None) -> tuple[Cell, ...]:
-    """The cells to measure, those first that are needed: the corners of the range.
+    """The cells to measure, those first that are needed: the corners of the range, and a prefill between them.
 
     At the corners padded and packed prefills are measured, and decode steps of the engine and of `model.generate`; the
     latter's calls show what its prefill takes as well. On a GPU the time of a forward hardly grows until its tokens
-    keep the device busy, which no formula linear in them follows. So prefills of a middle width are measured besides,
-    and of half of the largest batch: in simulations of such times this led to as few wrong choices as a denser grid.
+    keep the device busy, which no formula linear in them follows. What lies between the corners says where that is: by
+    the corners alone, prompts are split into more forwards than pay (`benchmarks/calibration_simulation.py`). So all
+    rows of a middle width are needed, and other prefills are measured besides.
 
     Args:
         work: the range.
@@ -103,7 +106,7 @@ def plan_grid(work: WorkloadRange, max_tokens: int | None) -> tuple[Cell, ...]:
     """
     cells: dict[Cell, None] = {}
 
-    def add(route: Route, rows: int, width: int, steps: int, needed: bool) -> None:
+    def add(route: Route, rows: int, width: int, steps: int, *, needed: bool) -> None:
         most = rows if max_tokens is None else min(rows, max(max_tokens // width, 1))
         cells.setdefault(Cell(route, most, width, steps, needed))
 
@@ -112,13 +115,13 @@ def plan_grid(work: WorkloadRange, max_tokens: int | None) -> tuple[Cell, ...]:
     few, half, all_rows = 1, -(-work.max_batch // 2), work.max_batch
     for rows in (few, all_rows):
         for width in (narrow, wide):
-            add("equal_width", rows, width, 0, True)
-            add("packed", rows, width, 0, True)
-            add("packed", rows, width, DECODE_STEPS, True)
-            add("ordinary", rows, width, DECODE_STEPS, True)
-    for rows, width in ((few, middle), (all_rows, middle), (half, middle), (half, wide)):
-        add("equal_width", rows, width, 0, False)
-        add("packed", rows, width, 0, False)
+            for route in _PREFILLS:
+                add(route, rows, width, 0, needed=True)
+            for route in _DECODES:
+                add(route, rows, width, DECODE_STEPS, needed=True)
+    for rows, width in ((all_rows, middle), (few, middle), (half, middle), (half, wide)):
+        for route in _PREFILLS:
+            add(route, rows, width, 0, needed=rows == all_rows)
     return tuple(cells)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from liveroll.config import Route
@@ -18,6 +17,7 @@ from liveroll.tools.grid import Cell, WorkloadRange
 from liveroll.tools.workloads import draw_prompts
 
 _SETTLED = 0.03
+_AT_LEAST = 2
 _GREEDY = SamplingConfig(
     max_new_tokens=1, min_new_tokens=0, temperature=0, repetition_penalty=1.0, stop_token_ids=(), logprobs=False
 )
@@ -107,10 +107,12 @@ def take_samples(
     keep: Callable[[Sample], None],
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> list[Sample]:
-    """Time every cell, all of them in turn before any is repeated, so that what drifts drifts for all alike.
+    """Time every cell that is needed twice, then others twice, then all of them in turn again and again.
 
-    The first call of a kind, which loads kernels, is not counted. From the third on a call is repeated only while its
-    two shortest times are more than 3% apart.
+    No cell is left with one time: the first call of a shape loads kernels and takes memory, for up to several times as
+    long as the next. Routes are timed one after the other on each shape, so that what drifts drifts for them alike.
+    The first call of a kind, which captures or compiles, is not counted. From the third on a call is repeated only
+    while its two shortest times are more than 3% apart.
 
     Args:
         stopwatch: runs them.
@@ -119,30 +121,29 @@ def take_samples(
         known: samples of an earlier run by their ids, which are not taken again.
         keep: called with each new sample.
         seconds_left: what may still be spent; calls that are expected to take longer are left out, but for the first
-            of each cell that is needed.
+            two of each cell that is needed.
 
     Returns:
         The samples, known ones among them.
     """
-    taken: defaultdict[Cell, list[Sample]] = defaultdict(list)
-    took: dict[Cell, float] = {}
+    taken: dict[Cell, list[Sample]] = {}
     warm: set[tuple[object, ...]] = set()
-    for repeat in range(repeats):
-        for cell in _order(cells, repeat):
+    for cell, turns in _turns(cells, repeats):
+        if missing := [repeat for repeat in turns if sample_id(cell, repeat) not in known]:
+            again = turns[0] >= _AT_LEAST
+            if again and (cell not in taken or _is_settled(taken[cell])):
+                continue
+            if (again or not cell.needed) and len(missing) * _expected_seconds(cell, taken) > seconds_left():
+                continue
+        for repeat in turns:
             sample = known.get(sample_id(cell, repeat))
             if sample is None:
-                if repeat >= 2 and _is_settled(taken[cell]):
-                    continue
-                if (repeat or not cell.needed) and _expected_seconds(cell, took) > seconds_left():
-                    continue
                 if not warm.issuperset(kinds := _kinds_of(cell)):
                     stopwatch.time(cell)
                     warm.update(kinds)
-                began = time.perf_counter()
                 sample = stopwatch.time(cell, repeat)
-                took[cell] = time.perf_counter() - began
                 keep(sample)
-            taken[cell].append(sample)
+            taken.setdefault(cell, []).append(sample)
     return [sample for samples in taken.values() for sample in samples]
 
 
@@ -177,11 +178,25 @@ class Pace:
         return self.seconds + self.per_token * max(tokens - self.width, 0)
 
 
-def _order(cells: Sequence[Cell], repeat: int) -> list[Cell]:
-    """Needed ones before others and small ones before large at first; later as chance has it."""
-    if not repeat:
-        return sorted(cells, key=lambda cell: (not cell.needed, cell.rows * cell.width))
-    return random.Random(repeat).sample(cells, len(cells))
+def _turns(cells: Sequence[Cell], repeats: int) -> Iterator[tuple[Cell, tuple[int, ...]]]:
+    """In which order cells are timed, and which of their repeats one after the other: small ones before large first."""
+    rising = sorted(cells, key=lambda cell: (cell.rows * cell.width, cell.rows))
+    needed = [cell for cell in rising if cell.needed]
+    first = tuple(range(min(repeats, _AT_LEAST)))
+    for repeat in first:
+        yield from ((cell, (repeat,)) for cell in (_shuffle(needed, repeat) if repeat else needed))
+    yield from ((cell, first) for cell in rising if not cell.needed)
+    for repeat in range(_AT_LEAST, repeats):
+        yield from ((cell, (repeat,)) for cell in _shuffle(rising, repeat))
+
+
+def _shuffle(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Shapes as chance has it, and the cells of each, which stay together."""
+    draw = random.Random(seed)
+    shapes: defaultdict[tuple[int, int], list[Cell]] = defaultdict(list)
+    for cell in draw.sample(cells, len(cells)):
+        shapes[cell.rows, cell.width].append(cell)
+    return [cell for shape in shapes.values() for cell in shape]
 
 
 def _is_settled(samples: Sequence[Sample]) -> bool:
@@ -195,14 +210,16 @@ def _is_settled(samples: Sequence[Sample]) -> bool:
     return True
 
 
-def _expected_seconds(cell: Cell, took: Mapping[Cell, float]) -> float:
-    """What a call took, or the longest of its route where it has not been run."""
+def _expected_seconds(cell: Cell, taken: Mapping[Cell, Sequence[Sample]]) -> float:
+    """What a call took last, or the longest of its route where it has not been run."""
+    if cell in taken:
+        return taken[cell][-1].wall_ms / 1e3
     alike = (
-        seconds
-        for other, seconds in took.items()
+        samples[-1].wall_ms / 1e3
+        for other, samples in taken.items()
         if other.route == cell.route and bool(other.steps) == bool(cell.steps)
     )
-    return took[cell] if cell in took else max(alike, default=0.0)
+    return max(alike, default=0.0)
 
 
 def _kinds_of(cell: Cell) -> set[tuple[object, ...]]:
