@@ -78,6 +78,17 @@ def with_less_memory(rank, report):
     dist.destroy_process_group()
 
 
+def released_alone(rank, report):
+    """Rank 1 alone releases what it made for a long call; the next one is short on both."""
+    engine = RolloutEngine(sharded(rank), config=RolloutConfig(max_slots=4), tp_group=dist.group.WORLD)
+    engine.generate(prompts(300), GREEDY)
+    if rank == 1:
+        engine.release()
+    report((tokens(engine.generate(prompts(8), GREEDY)), engine.memory().kv))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def expected(rows, budget):
     model = zoo.shared("llama")
     return [zoo.reference(model, row, max_new_tokens=budget) for row in rows]
@@ -124,6 +135,16 @@ def test_ranks_with_unequal_memory_plan_the_same_steps():
         assert rows == expected(prompts(20), 24)
         assert preemptions > 0
         assert kv == (96 + 4) * 256
+        assert ranks.ended(0)
+        assert ranks.ended(1)
+
+
+def test_a_rank_that_released_what_the_others_keep_plans_the_same_steps():
+    """Guards against more pages on ranks that once made a longer call: prompts kept there are run again elsewhere."""
+    with Ranks(released_alone) as ranks:
+        first, second = ranks.report(0), ranks.report(1)
+        assert first == second
+        assert first[0] == expected(prompts(8), BUDGET)
         assert ranks.ended(0)
         assert ranks.ended(1)
 

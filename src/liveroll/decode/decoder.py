@@ -224,9 +224,10 @@ class Decoder:
     ) -> None:
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
-        # Ranks with fewer pages would put rows back where the others go on.
-        allowed = least_of(self._pool.allowed(shape, dtype, device), self.tp_group, device)
-        pages = min(slots * width, allowed)
+        # Ranks with fewer pages would put rows back, or give up a prompt that is kept, where the others go on. A rank
+        # that alone released what it had may need fewer.
+        pages = min(slots * width, self._pool.allowed(shape, dtype, device))
+        pages = least_of(pages, self.tp_group, device)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
         self.graphs.drop(reason)
         self.release()
@@ -285,6 +286,7 @@ class Decoder:
         rows[: len(slots)] = slots
         if not np.array_equal(rows, self._rows):
             assert self._rows_on_device is not None
+            self._rows = np.empty(0, np.int64)  # those on the device are unknown, should this be interrupted
             upload_into(rows, self._rows_on_device[:rung])
             self._rows = rows
 
