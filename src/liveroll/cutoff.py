@@ -43,9 +43,7 @@ class Cutoff:
         watch: called whenever `due` is; it may raise, to end the whole call.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], limits: Limits, watch: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], limits: Limits, watch: Callable[[], None] = lambda: None) -> None:
         self._requests = requests
         self._limits = limits
         self._watch = watch
