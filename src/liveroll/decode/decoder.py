@@ -22,7 +22,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload, upload_into
-from liveroll.distributed.agreement import any_rank, least_of
+from liveroll.distributed.agreement import any_rank, failing_together, least_of
 from liveroll.distributed.lent import LentGroup
 from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
@@ -138,28 +138,31 @@ class Decoder:
             CaptureError: `capture` is True and the model's step cannot be captured.
             FusionError: `fuse` is True and projections cannot be fused.
         """
-        self.wake()
-        room = make_room(self._config, self._state, longest, stops, adjusted)
-        room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
-        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
-        settings["autocast"] = autocast_dtype(self._model.device)
-        settings["adapters"] = adapter_state(modules)
-        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
-        settings["need of hooks"] = needed
-        settings["fused projections"] = self.fusion.state
-        new = Signature.of(modules, settings)
-        old = self._signature
-        difference = "the first call" if old is None else old.difference(new, self._model)
-        refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
-        if not refused and self.fusion.renew(moved=difference is not None):
+        device = self._model.device
+        with failing_together(self.tp_group, device):
+            self.wake()
+            room = make_room(self._config, self._state, longest, stops, adjusted)
+            room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
+            settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
+            settings["autocast"] = autocast_dtype(device)
+            settings["adapters"] = adapter_state(modules)
+            needed = None if self._config.capture is False else needed_hooks(self._model, modules)
+            settings["need of hooks"] = needed
             settings["fused projections"] = self.fusion.state
             new = Signature.of(modules, settings)
-            if old is not None:
-                difference = difference or old.difference(new, self._model)
-        if any_rank(difference is not None, self.tp_group, self._model.device):
+            old = self._signature
+            difference = "the first call" if old is None else old.difference(new, self._model)
+            refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
+            if not refused and self.fusion.renew(moved=difference is not None):
+                settings["fused projections"] = self.fusion.state
+                new = Signature.of(modules, settings)
+                if old is not None:
+                    difference = difference or old.difference(new, self._model)
+        if any_rank(difference is not None, self.tp_group, device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             needed = self._agree_on_hooks(needed)
-            self._begin_anew(shape, dtype, longest, room, reason)
+            with failing_together(self.tp_group, device):
+                self._begin_anew(shape, dtype, longest, room, reason)
             if self._config.capture is not False:
                 self.eager_reason = needed
             self.prefill.begin(self.storage, self.backend, needed)
