@@ -161,13 +161,13 @@ def no_fusion(rank):
 
 
 SCENARIOS = {
-    "no memory": no_memory,
-    "no fusion": no_fusion,
     "one rank": one_rank,
     "second step": second_step,
     "prefill": prefill,
     "must be": must_be,
     "hooks": hooks,
+    "no memory": no_memory,
+    "no fusion": no_fusion,
 }
 
 
