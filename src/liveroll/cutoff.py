@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from queue import SimpleQueue
@@ -40,11 +40,13 @@ class Cutoff:
     Args:
         requests: those of the call.
         limits: of the call.
+        watch: called whenever `due` is; it may raise, to end the whole call.
     """
 
-    def __init__(self, requests: Sequence[Request], limits: Limits) -> None:
+    def __init__(self, requests: Sequence[Request], limits: Limits, watch: Callable[[], None] = lambda: None) -> None:
         self._requests = requests
         self._limits = limits
+        self._watch = watch
         self._started = time.monotonic()
         self._named: SimpleQueue[Request] = SimpleQueue()
 
@@ -84,12 +86,13 @@ class Cutoff:
         Args:
             sampled: tokens that the call has sampled so far; unless `counts_tokens`, any number above 0 if some.
         """
+        self._watch()
         if sampled and self._is_spent(sampled):
             return [request for request in self._requests if request.finish_reason is None]
         named = []
         while not self._named.empty():
             named.append(self._named.get())
-        return [request for request in named if request.finish_reason is None]
+        return [request for request in dict.fromkeys(named) if request.finish_reason is None]
 
     def _is_spent(self, sampled: int) -> bool:
         seconds, tokens = self._limits.max_seconds, self._limits.max_total_tokens

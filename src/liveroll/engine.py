@@ -68,7 +68,7 @@ class RolloutEngine:
             check_model(self._model)
         except UnsupportedModelError as error:
             check_fallback(error, self.config)
-            refusal = error
+            refusal = error.with_traceback(None)
         self._occupancy = Occupancy()
         self._decoder = Decoder(self._model, self.config, ranks)
         self._rollout = Rollout(

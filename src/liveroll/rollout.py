@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -225,7 +226,8 @@ class Rollout:
 
     def _refuse_model(self) -> None:
         if self._refusal is not None:
-            raise self._refusal
+            # An error that is raised again and again would keep what each of its calls had.
+            raise copy(self._refusal)
 
     def _record(self) -> StatsRecorder:
         timeline = RecordedTimeline(self._model.device) if self._config.profile else Timeline()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,7 @@ def alone(rank, report):
     from liveroll.decode import attempt, decoder
 
     attempt.any_rank = decoder.any_rank = decoder.least_of = lambda own, group, device: own
+    decoder.failing_together = lambda group, device: nullcontext()
     model = sharded(rank)
     engine = RolloutEngine(model, config=RolloutConfig(max_slots=4), tp_group=dist.group.WORLD)
     engine.generate(prompts(8), GREEDY)
@@ -74,6 +76,17 @@ def with_less_memory(rank, report):
     engine = RolloutEngine(sharded(rank), config=RolloutConfig(max_slots=4, page_size=4), tp_group=dist.group.WORLD)
     batch = engine.generate(prompts(20), LONG)
     report((tokens(batch), batch.stats.preemptions, engine.memory().kv))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def released_alone(rank, report):
+    """Rank 1 alone releases what it made for a long call; the next one is short on both."""
+    engine = RolloutEngine(sharded(rank), config=RolloutConfig(max_slots=4), tp_group=dist.group.WORLD)
+    engine.generate(prompts(300), GREEDY)
+    if rank == 1:
+        engine.release()
+    report((tokens(engine.generate(prompts(8), GREEDY)), engine.memory().kv))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -124,6 +137,16 @@ def test_ranks_with_unequal_memory_plan_the_same_steps():
         assert rows == expected(prompts(20), 24)
         assert preemptions > 0
         assert kv == (96 + 4) * 256
+        assert ranks.ended(0)
+        assert ranks.ended(1)
+
+
+def test_a_rank_that_released_what_the_others_keep_plans_the_same_steps():
+    """Guards against more pages on ranks that once made a longer call: prompts kept there are run again elsewhere."""
+    with Ranks(released_alone) as ranks:
+        first, second = ranks.report(0), ranks.report(1)
+        assert first == second
+        assert first[0] == expected(prompts(8), BUDGET)
         assert ranks.ended(0)
         assert ranks.ended(1)
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+import torch
 import zoo
 from ranks import Ranks, sharded
 from rollouts import BUDGET, prompts, tokens
 from torch import distributed as dist
 
-from liveroll import CaptureError, RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll import (
+    CaptureError,
+    FusionError,
+    KVMemoryError,
+    LiverollError,
+    RankError,
+    RolloutConfig,
+    RolloutEngine,
+    SamplingConfig,
+)
 from liveroll.decode import capture
 from liveroll.prefill import captured
 
@@ -23,6 +33,13 @@ ELSEWHERE = "because of another rank of the tensor-parallel group"
 
 class NoRoomError(Exception):
     pass
+
+
+def raising(error):
+    def act(*_):
+        raise error
+
+    return act
 
 
 @contextmanager
@@ -116,12 +133,41 @@ def hooks(rank):
     return seen, str(refusal.value)
 
 
+def no_memory(rank):
+    """Rank 1 has no memory for the pages: when they are made, and when they are taken back after `sleep`."""
+    engine = engine_on(rank, kv_tokens=512)
+    seen = []
+    for name in ("provide", "wake"):
+        if rank == 1:
+            setattr(engine._decoder._pool, name, raising(KVMemoryError("not free any more")))
+        with pytest.raises(LiverollError) as refusal:
+            rollout(engine)
+        vars(engine._decoder._pool).pop(name, None)
+        seen.append((type(refusal.value), str(refusal.value), rollout(engine)[0]))
+    return seen
+
+
+def no_fusion(rank):
+    """Projections must be one product, and on rank 1 the memory of one of them is not the model's to move."""
+    engine = engine_on(rank, fuse=True)
+    if rank == 1:
+        weight = engine._model.model.layers[1].self_attn.q_proj.weight
+        weight.data = torch.cat([weight.data, weight.data])[: len(weight)]
+    with pytest.raises(LiverollError) as refusal:
+        rollout(engine)
+    if rank == 1:
+        weight.data = weight.data.clone()
+    return [(type(refusal.value), str(refusal.value), rollout(engine)[0])]
+
+
 SCENARIOS = {
     "one rank": one_rank,
     "second step": second_step,
     "prefill": prefill,
     "must be": must_be,
     "hooks": hooks,
+    "no memory": no_memory,
+    "no fusion": no_fusion,
 }
 
 
@@ -193,6 +239,22 @@ def test_hooks_that_one_rank_needs(outcomes, expected):
         assert (rows, replays) == (expected, 0)
         for text in (reason, refusal):
             assert ("another rank of the tensor-parallel group needs hooks" if rank == 0 else "accelerate") in text
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "told"),
+    [("no memory", KVMemoryError, "not free any more"), ("no fusion", FusionError, "lies in a larger storage")],
+)
+def test_what_one_rank_cannot_do_before_the_call_begins(outcomes, expected, what, kind, told):
+    """Guards against a rank that raises alone, whose next call the others take for a part of this one."""
+    elsewhere = "rank 1 of the tensor-parallel group failed, and so does the call; what it raised says why"
+    others, own = outcomes.of(what)
+    assert len(others) == len(own) >= 1
+    for (other, message, after), (mine, said, same) in zip(others, own, strict=True):
+        assert (other, message) == (RankError, elsewhere)
+        assert mine is kind
+        assert told in said
+        assert after == same == expected
 
 
 def test_all_ranks_leave(outcomes):

@@ -294,15 +294,16 @@ def hang(forwards: int) -> None:
         time.sleep(3 * SILENCE)
 
 
-def with_trouble(rank: int, trouble: Callable[[int], None]) -> Any:
+def with_trouble(rank: int, trouble: Callable[[int], None], route: str = "packed") -> Any:
     """Run a call in which trouble comes with each forward of rank 2, and then one without."""
-    engine = kept_engine(capture=False, rank_timeout=SILENCE)  # captured steps run no hooks
+    settings = {"capture": False, "rank_timeout": SILENCE, "prefill_route": route}  # captured steps run no hooks
+    engine = kept_engine(**settings)
     forwards = iter(range(10000))
     layer = engine._model.model.layers[0]
     handle = layer.register_forward_pre_hook(lambda *_: trouble(next(forwards)) if rank == 2 else None)
     sampling = SamplingConfig(max_new_tokens=40, seed=0)
     try:
-        error = attempt(rank, share, ROWS, sampling, {"capture": False, "rank_timeout": SILENCE}, {})
+        error = attempt(rank, share, ROWS, sampling, settings, {})
     except _CableError as own:
         error = ("own", str(own), None)
     handle.remove()
@@ -334,9 +335,10 @@ def test_a_rank_that_hangs(crew):
     assert [seen for _, seen in reports] == split(engine_with().generate(flat(ROWS), GREEDY), (6, 6, 6, 6))
 
 
-def test_a_rank_that_is_slow(crew):
+@pytest.mark.parametrize("route", ["packed", "ordinary"])
+def test_a_rank_that_is_slow(crew, route):
     """Guards against a rank that is taken for lost because its rows take longer than a rank may be silent."""
-    reports = crew.run(with_trouble, linger)
+    reports = crew.run(with_trouble, linger, route)
     assert [error[0] for error, _ in reports] == ["none"] * WORLD
 
 

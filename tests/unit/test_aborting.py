@@ -127,6 +127,17 @@ def test_named_and_ended_meanwhile():
 
 
 @each_route
+def test_named_twice(route):
+    """Guards against a stream that gives a completion once for each time that it was aborted."""
+    rollouts = engine(route, max_slots=1)
+    stream = rollouts.stream(PROMPTS[:3], GREEDY)
+    seen = [next(stream).prompt_index]
+    assert rollouts.abort(1) == rollouts.abort(1, 0) == 1
+    seen += [completion.prompt_index for completion in stream]
+    assert sorted(seen) == [0, 1, 2]
+
+
+@each_route
 def test_a_call_without_time(route):
     """Guards against a call that makes no headway at all, and against rows that were never begun being lost."""
     batch = engine(route).generate(PROMPTS, GREEDY, max_seconds=1e-9)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from liveroll import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from liveroll.scheduling.request import Request
 
 FALLBACK = RolloutConfig(fallback="generate")
 PROMPTS = zoo.ragged_prompts(zoo.VOCAB_SIZE, seed=5, lengths=(2, 5, 9))
@@ -217,3 +220,19 @@ def test_an_error_inside_the_fallback():
     with left_as_found(model):
         batch = rollouts.generate(PROMPTS, GREEDY)
     assert batch.input_ids.equal(expected(model.eval()))
+
+
+def test_a_refusal_told_again_and_again():
+    """Guards against an error that keeps the engine, and the prompts and responses of every call it was raised in."""
+    rollouts = RolloutEngine(mamba(), config=FALLBACK)
+    for _ in range(3):
+        rollouts.generate(PROMPTS, GREEDY)
+    gc.collect()
+    assert not [held for held in gc.get_objects() if type(held) is Request]
+    gc.disable()
+    try:
+        engine = weakref.ref(rollouts)
+        del rollouts
+        assert engine() is None
+    finally:
+        gc.enable()

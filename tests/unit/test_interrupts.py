@@ -11,6 +11,7 @@ import zoo
 from snapshots import left_as_found
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll.decode import decoder
 from liveroll.planning.geometry import ModelGeometry
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -75,3 +76,30 @@ def test_an_interrupt_at_every_entry(name):
             gc.collect()
         assert engine.generate(PROMPTS, GREEDY).completions == expected
     assert at > 1
+
+
+@pytest.mark.timeout(60)  # with rows of before, no row would ever end
+def test_an_interrupt_while_the_rows_of_a_step_are_uploaded(monkeypatch):
+    """Guards against a step that goes on with rows of the call before: it is told that they are on the device already.
+
+    Rows end one by one, so that the steps of a call have different ones.
+    """
+    model = zoo.build("llama")
+    prompts, budgets = zoo.ragged_prompts(zoo.VOCAB_SIZE, 0, [3, 2, 1, 3]), (4, 6, 3, 6)
+    sampling = [SamplingConfig(max_new_tokens=budget) for budget in budgets]
+    engine = RolloutEngine(model, config=RolloutConfig(max_slots=4))
+    expected = engine.generate(prompts, sampling).completions
+    upload, left = decoder.upload_into, [0]
+
+    def upload_and_stop(array, target):
+        upload(array, target)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder, "upload_into", upload_and_stop)
+    for at in (1, 2, 3):
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, sampling)
+        assert engine.generate(prompts, sampling).completions == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -47,12 +48,13 @@ def attempt_capture(
         CompileError: it cannot be compiled, and must be.
         CaptureError: it fails on this rank of a group before it is recorded.
     """
+    handled = sys.exception()
     try:
         graphs.warm_up(step)
     except CompileError:
         raise
     except Exception as error:
-        cause = describe_failure(error, model)
+        cause = describe_failure(error, model, handled)
         if group is None:
             return FailedCapture(cause, error)
         raise CaptureError(
@@ -64,7 +66,7 @@ def attempt_capture(
     try:
         graphs.record(key, step)
     except Exception as error:
-        failed = FailedCapture(describe_failure(error, model), error)
+        failed = FailedCapture(describe_failure(error, model, handled), error)
     if any_rank(failed is not None, group, model.device):
         graphs.discard(key)
         return failed or FailedCapture("another rank of the tensor-parallel group, where it failed", None)

@@ -22,7 +22,7 @@ from liveroll.decode.sampler import Variant
 from liveroll.decode.state import RowState
 from liveroll.decode.step import decode
 from liveroll.decode.upload import upload, upload_into
-from liveroll.distributed.agreement import any_rank, least_of
+from liveroll.distributed.agreement import any_rank, failing_together, least_of
 from liveroll.distributed.lent import LentGroup
 from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
@@ -138,29 +138,17 @@ class Decoder:
             CaptureError: `capture` is True and the model's step cannot be captured.
             FusionError: `fuse` is True and projections cannot be fused.
         """
-        self.wake()
-        room = make_room(self._config, self._state, longest, stops, adjusted)
-        room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
-        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
-        settings["autocast"] = autocast_dtype(self._model.device)
-        settings["precision of float32 products"] = torch.backends.cuda.matmul.fp32_precision
-        settings["adapters"] = adapter_state(modules)
-        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
-        settings["need of hooks"] = needed
-        settings["fused projections"] = self.fusion.state
-        new = Signature.of(modules, settings)
-        old = self._signature
-        difference = "the first call" if old is None else old.difference(new, self._model)
-        refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
-        if not refused and self.fusion.renew(moved=difference is not None):
-            settings["fused projections"] = self.fusion.state
-            new = Signature.of(modules, settings)
-            if old is not None:
-                difference = difference or old.difference(new, self._model)
-        if any_rank(difference is not None, self.tp_group, self._model.device):
+        device = self._model.device
+        with failing_together(self.tp_group, device):
+            self.wake()
+            room = make_room(self._config, self._state, longest, stops, adjusted)
+            room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
+            new, difference, needed = self._compare(shape, dtype, modules, room)
+        if any_rank(difference is not None, self.tp_group, device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             needed = self._agree_on_hooks(needed)
-            self._begin_anew(shape, dtype, longest, room, reason)
+            with failing_together(self.tp_group, device):
+                self._begin_anew(shape, dtype, longest, room, reason)
             if self._config.capture is not False:
                 self.eager_reason = needed
             self.prefill.begin(self.storage, self.backend, needed)
@@ -220,14 +208,42 @@ class Decoder:
         """Take the KV memory again after `sleep`; the next call does so itself."""
         self._pool.wake()
 
+    def _compare(
+        self, shape: ModelShape, dtype: torch.dtype, modules: Sequence[nn.Module], room: dict[str, int]
+    ) -> tuple[Signature, str | None, str | None]:
+        """Fuse projections, where they may be, and compare what steps depend on.
+
+        Returns:
+            What they depend on now, how that differs from before, and why the model needs hooks in every forward.
+        """
+        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
+        settings["autocast"] = autocast_dtype(self._model.device)
+        settings["precision of float32 products"] = torch.backends.cuda.matmul.fp32_precision
+        settings["adapters"] = adapter_state(modules)
+        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
+        settings["need of hooks"] = needed
+        settings["fused projections"] = self.fusion.state
+        new = Signature.of(modules, settings)
+        difference = self._difference(new)
+        refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
+        if not refused and self.fusion.renew(moved=difference is not None):
+            settings["fused projections"] = self.fusion.state
+            new = Signature.of(modules, settings)
+            difference = difference or self._difference(new)
+        return new, difference, needed
+
+    def _difference(self, new: Signature) -> str | None:
+        return "the first call" if self._signature is None else self._signature.difference(new, self._model)
+
     def _begin_anew(
         self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
     ) -> None:
         device, size, slots = self._model.device, self._config.page_size, self._config.max_slots
         width = -(-room["tokens a row"] // size)
-        # Ranks with fewer pages would put rows back where the others go on.
-        allowed = least_of(self._pool.allowed(shape, dtype, device), self.tp_group, device)
-        pages = min(slots * width, allowed)
+        # Ranks with fewer pages would put rows back, or give up a prompt that is kept, where the others go on. A rank
+        # that alone released what it had may need fewer.
+        pages = min(slots * width, self._pool.allowed(shape, dtype, device))
+        pages = least_of(pages, self.tp_group, device)
         check_fits(size, longest, pages, bytes_per_token(shape.layers, dtype))
         self.graphs.drop(reason)
         self.release()
@@ -286,6 +302,7 @@ class Decoder:
         rows[: len(slots)] = slots
         if not np.array_equal(rows, self._rows):
             assert self._rows_on_device is not None
+            self._rows = np.empty(0, np.int64)  # those on the device are unknown, should this be interrupted
             upload_into(rows, self._rows_on_device[:rung])
             self._rows = rows
 

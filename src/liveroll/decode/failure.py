@@ -7,9 +7,16 @@ import traceback
 from torch import nn
 
 
-def describe_failure(error: BaseException, model: nn.Module) -> str:
-    """The innermost module of `model` that an error came through, and what it says."""
-    while error.__context__ is not None:  # ending a failed capture fails too, and hides why
+def describe_failure(error: BaseException, model: nn.Module, handled: BaseException | None = None) -> str:
+    """The innermost module of `model` that an error came through, and what it says.
+
+    Args:
+        error: what was raised.
+        model: what was run.
+        handled: what the caller was handling before, which has no part in it.
+    """
+    # Ending a failed capture fails too, and hides why.
+    while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
     names = {id(module): name for name, module in model.named_modules()}
     found = ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import distributed as dist
@@ -32,6 +33,31 @@ def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device)
         device: where the group's backend reduces.
     """
     return _reduce(number, dist.ReduceOp.MIN, group, device)
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """What fails inside on one rank of a group fails on all of them: one all-reduce MAX at its end.
+
+    Args:
+        group: ranks that compute layers together, or None.
+        device: where the group's backend reduces.
+
+    Raises:
+        RankError: it failed on another rank, and not on this one.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        # One of the ranks that failed, counted from 1.
+        number = 0 if group is None else _reduce((group.rank() + 1) * failed, dist.ReduceOp.MAX, group, device)
+        if number and not failed:
+            raise RankError(
+                f"rank {number - 1} of the tensor-parallel group failed, and so does the call; what it raised says why",
+                (number - 1,),
+            )
 
 
 def check_agreement(subjects: Sequence[Mapping[str, str]], group: str = "the group") -> None:

@@ -38,8 +38,8 @@ def in_step(
 
     def before(*_: Any) -> None:
         nonlocal broken
+        broken = True  # an interrupt that arrives during the vote shows when it is over
         goes_on(True)
-        broken = True
 
     def after(*_: Any) -> None:
         nonlocal broken
@@ -51,6 +51,6 @@ def in_step(
     finally:
         for handle in handles:
             handle.remove()
-        # In the middle of a forward the others wait for weights, and no vote would reach them.
+        # Once a forward was voted for the others wait for weights, and no vote would reach them.
         while not broken and goes_on(False):
             idle()

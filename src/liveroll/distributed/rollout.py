@@ -171,14 +171,13 @@ class GroupRollout:
         stats.timeline.enter("planning")
         ordinary = self._loop.takes_ordinary(call)
         stats.timeline.enter("intake")
-        source, cutoff = SharedQueue(control, shares), Cutoff(call.requests, Limits())
+        source, cutoff = SharedQueue(control, shares), Cutoff(call.requests, Limits(), control.beat)
         with (
             self._loop.mode(ordinary),
             completion_progress(len(call.requests), self._config.progress) as tick,
         ):
             for finished in self._loop.run(call, ordinary, cutoff, stats, source):
                 tick(finished)
-                control.beat()
         stats.timeline.enter("postprocessing")
         return [request for request in unfinished if request.finish_reason is not None]
 
