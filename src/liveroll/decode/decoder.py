@@ -15,6 +15,7 @@ from liveroll.attention.backend import AttentionBackend, choose_backend
 from liveroll.config import RolloutConfig
 from liveroll.decode.attempt import attempt_capture
 from liveroll.decode.capture import choose_capture
+from liveroll.decode.dependence import Dependence
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.graphs import GraphKey, GraphStore
 from liveroll.decode.room import make_room
@@ -28,12 +29,9 @@ from liveroll.errors import CaptureError
 from liveroll.kv.budget import check_fits
 from liveroll.kv.pool import StoragePool
 from liveroll.kv.storage import PagedStorage, bytes_per_token
-from liveroll.model.adapters import adapter_state
-from liveroll.model.forward import autocast_dtype
 from liveroll.model.fusion import Fusion
 from liveroll.model.geometry import ModelShape
-from liveroll.model.hooks import needed_hooks, without_hooks
-from liveroll.model.signature import Signature
+from liveroll.model.hooks import without_hooks
 from liveroll.planning.ladder import ladder, rung_for
 from liveroll.prefill.captured import CapturedPrefill
 from liveroll.scheduling.details import NOTHING, Wanted
@@ -58,11 +56,11 @@ class Decoder:
         """Runs projections as one product in decode steps."""
         self.forward = TunedForward(model, config.compile, self.fusion)
         """Runs the model in decode steps."""
+        self._dependence = Dependence(model, config, self.fusion)
         self._pool = StoragePool(config)
         self.graphs = GraphStore(lambda: choose_capture(model.device), config.max_captures)
         self.prefill = CapturedPrefill(model, config, self.graphs, self.fusion, self._tp_group)
         """Runs packed prefills where they are captured."""
-        self._signature: Signature | None = None
         self._state: RowState | None = None
         self._backend: AttentionBackend | None = None
         self._rungs = ladder(config.max_slots)
@@ -143,7 +141,7 @@ class Decoder:
             self.wake()
             room = make_room(self._config, self._state, longest, stops, adjusted)
             room["ids that may be sampled"] = min(sampled_size or shape.vocab_size, shape.vocab_size)
-            new, difference, needed = self._compare(shape, dtype, modules, room)
+            signature, difference, needed = self._dependence.compare(shape, dtype, modules, room)
         if any_rank(difference is not None, self.tp_group, device):
             reason = difference or "another rank of the tensor-parallel group had to capture again"
             needed = self._agree_on_hooks(needed)
@@ -155,7 +153,7 @@ class Decoder:
         check_fits(self._config.page_size, longest, self.storage.pages - 1, bytes_per_token(shape.layers, dtype))
         if variant is Variant.FULL:
             self.state.keep_histories()
-        self._signature = new
+        self._dependence.keep(signature)
 
     def capture_for(self, rows: int, variant: Variant, wanted: Wanted = NOTHING) -> None:
         """Capture the decode step of a batch of `rows` rows, if steps are captured and this one is not yet.
@@ -190,7 +188,7 @@ class Decoder:
 
     def release(self) -> None:
         """Free the KV pages, the captured steps and the running batch; the next call makes them again."""
-        self._signature = None
+        self._dependence.forget()
         self.graphs.drop(None)
         self.prefill.release()
         self._state = self._backend = self._rows_on_device = None
@@ -207,33 +205,6 @@ class Decoder:
     def wake(self) -> None:
         """Take the KV memory again after `sleep`; the next call does so itself."""
         self._pool.wake()
-
-    def _compare(
-        self, shape: ModelShape, dtype: torch.dtype, modules: Sequence[nn.Module], room: dict[str, int]
-    ) -> tuple[Signature, str | None, str | None]:
-        """Fuse projections, where they may be, and compare what steps depend on.
-
-        Returns:
-            What they depend on now, how that differs from before, and why the model needs hooks in every forward.
-        """
-        settings = {"training mode": _mode(modules), "KV dtype": dtype, "layers": shape.layers, **room}
-        settings["autocast"] = autocast_dtype(self._model.device)
-        settings["precision of float32 products"] = torch.backends.cuda.matmul.fp32_precision
-        settings["adapters"] = adapter_state(modules)
-        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
-        settings["need of hooks"] = needed
-        settings["fused projections"] = self.fusion.state
-        new = Signature.of(modules, settings)
-        difference = self._difference(new)
-        refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
-        if not refused and self.fusion.renew(moved=difference is not None):
-            settings["fused projections"] = self.fusion.state
-            new = Signature.of(modules, settings)
-            difference = difference or self._difference(new)
-        return new, difference, needed
-
-    def _difference(self, new: Signature) -> str | None:
-        return "the first call" if self._signature is None else self._signature.difference(new, self._model)
 
     def _begin_anew(
         self, shape: ModelShape, dtype: torch.dtype, longest: int, room: dict[str, int], reason: str
@@ -313,8 +284,3 @@ class Decoder:
         if needed and True in (self._config.capture, self._config.prefill_capture):
             raise CaptureError(f"the model cannot be captured: {needed}; set capture and prefill_capture to 'auto'")
         return needed
-
-
-def _mode(modules: Sequence[nn.Module]) -> str:
-    flags = [module.training for module in modules]
-    return "train" if all(flags) else f"mixed ({hash(tuple(flags))})" if any(flags) else "eval"
