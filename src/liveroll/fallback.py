@@ -81,7 +81,7 @@ def run_fallback(
     rows: dict[int, list[Request]] = {}
     for settings in dict.fromkeys(sampling):
         chosen = [index for index, entry in enumerate(sampling) if entry == settings]
-        torch.manual_seed(seed if settings.seed is None else settings.seed)
+        _seed(model.device, seed if settings.seed is None else settings.seed)
         arguments = generate_kwargs(settings)
         if searching is not None:
             arguments["tokenizer"] = tokenizer
@@ -108,6 +108,14 @@ def run_fallback(
     for row, request in enumerate(requests):
         request.row = row
     return Call(prompts, (), tuple(requests), None)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """As `torch.manual_seed` does, but for the GPUs of others."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _is_plain_greedy(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:

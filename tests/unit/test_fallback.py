@@ -152,6 +152,16 @@ def test_samples_and_seeds():
     assert first[0] != first[1]
 
 
+def test_seeds_are_of_one_device(monkeypatch):
+    """Guards against a call that seeds the generators of GPUs that the model is not on."""
+    rollouts, seeded = RolloutEngine(mamba(), config=FALLBACK), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    rollouts.generate(PROMPTS, GREEDY)
+    assert not seeded
+    torch.manual_seed(0)
+    assert seeded == [0]
+
+
 def test_greedy_samples_are_copies():
     """Guards against `generate` refusing several greedy samples, which the engine gives."""
     model = asking(no_repeat_ngram_size=2)
