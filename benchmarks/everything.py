@@ -4,7 +4,7 @@
 
 Without names all jobs run, longest first, one at a time on each GPU; those that are about several GPUs come last and
 have all of them. What a job prints is kept in FOLDER, and so are results. `--seconds` bounds the whole: a job that
-would not end in time by what it takes on an H200 is left out. One that takes three times that is ended.
+would not end in time, by what is expected on an H200, is left out. One that takes three times that is ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 SLOWER = 3
-"""Times what a job takes on an H200 that it is given."""
+"""Times what a job is expected to take that it is given."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Job:
     """A command of Python.
 
     Attributes:
-        seconds: what it takes on an H200, about.
+        seconds: what it is expected to take on an H200, about.
         arguments: of Python, in the root of the repository.
         several: it is about all GPUs together.
     """
