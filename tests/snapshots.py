@@ -120,9 +120,9 @@ class Trap:
 
 
 def raising(error: BaseException) -> Any:
-    """Give a function that raises `error`."""
+    """Give a function that raises `error`, whatever it is called with."""
 
-    def act() -> None:
+    def act(*_: Any) -> None:
         raise error
 
     return act

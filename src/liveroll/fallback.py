@@ -111,11 +111,10 @@ def run_fallback(
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """As `torch.manual_seed` does, but for the GPUs of others."""
+    """As `torch.manual_seed` does, but for other GPUs: in rollout mode the model's is the current one."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
 
 
 def _is_plain_greedy(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 import zoo
 from ranks import Ranks, sharded
 from rollouts import BUDGET, prompts, tokens
+from snapshots import raising
 from torch import distributed as dist
 
 from liveroll import (
@@ -33,13 +34,6 @@ ELSEWHERE = "because of another rank of the tensor-parallel group"
 
 class NoRoomError(Exception):
     pass
-
-
-def raising(error):
-    def act(*_):
-        raise error
-
-    return act
 
 
 @contextmanager
