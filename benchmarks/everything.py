@@ -50,8 +50,10 @@ def _benchmark(seconds: int, text: str, several: bool = False) -> Job:
     return Job(seconds, tuple(f"benchmarks/{text}".split()), several)
 
 
-def _tests(seconds: int, *paths: str, several: bool = False) -> Job:
-    return Job(seconds, ("-m", "pytest", "-q", *(f"tests/{path}" for path in paths)), several)
+def _tests(seconds: int, *paths: str, workers: int = 1, several: bool = False) -> Job:
+    """Tests, where `workers` processes share the GPU: most of their time goes into compiling kernels."""
+    shared = ("-p", "no:benchmark", "-n", str(workers)) if workers > 1 else ()
+    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), several)
 
 
 JOBS = {
@@ -72,11 +74,11 @@ JOBS = {
     "routes-tiny": _benchmark(200, "routes.py --model tiny --modes captured --seconds 60"),
     "groups": _benchmark(150, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
-    "tests-kernels": _tests(300, "kernels"),
+    "tests-kernels": _tests(120, "kernels", workers=8),
     "tests-lifecycle": _tests(240, "gpu/test_lifecycle.py"),
-    "tests-parity": _tests(240, "gpu/test_parity.py"),
-    "tests-sampling": _tests(150, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py"),
-    "tests-compile": _tests(240, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py"),
+    "tests-parity": _tests(100, "gpu/test_parity.py", workers=6),
+    "tests-sampling": _tests(60, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py", workers=6),
+    "tests-compile": _tests(120, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py", workers=6),
     "tests-costs": _tests(
         240, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
     ),
