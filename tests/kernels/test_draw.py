@@ -132,10 +132,11 @@ def test_strange_rows(device, logits):
     on_both(logits.expand(len(each), -1), state, slots, Variant.FULL, device)
 
 
-@pytest.mark.parametrize("capacity", [32, 4096])
-def test_flat_rows(device, capacity, monkeypatch):
+@pytest.mark.parametrize(("capacity", "held"), [(32, 32), (4096, 32), (4096, 4096)])
+def test_flat_rows(device, capacity, held, monkeypatch):
     """Guards against a long list of many equal scores that is cut elsewhere than the row itself would be."""
     monkeypatch.setattr(truncate, "_CAPACITY", capacity)
+    monkeypatch.setattr(truncate, "_HELD", held)
     each = [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 0.7}, {"top_k": 700}, {"top_k": 900, "top_p": 0.8}]
     requests = [request_with(**setting) for setting in each]
     state, slots = admitted(requests, 3000)

@@ -3,8 +3,8 @@
 The bound is the largest score t such that the tokens that score t or more reach a goal: k tokens, or the mass that
 top-p asks for. Two passes over the vocabulary, spread over the whole device, add up what reaches each of a few pivots,
 the second between the two pivots of the first between which the bound lies. The few tokens left between the pivots
-that come out of that are listed, each with its score and its mass, and one program a row narrows the interval down to
-one score, by a few pivots at a time and over the list alone. Masses are whole numbers, so that the result does not
+that come out of that are listed, each with its score and its mass, and one program a row halves the interval, over the
+list alone, most of it in registers, until one score is left. Masses are whole numbers, so that the result does not
 depend on the order in which anything is added; where pivots lie costs time and changes nothing.
 """
 
@@ -23,7 +23,8 @@ from liveroll.kernels.scores import BLOCK, Scores
 _PIVOTS = 8
 _SPLITS = 16
 _CHUNK = 1024
-_WAYS = 4
+# There are registers for so many tokens of the list; the others are read again at each halving.
+_HELD = 8192
 # Where more tokens lie between the last pivots, as it is with many equal ones, the whole row is searched.
 _CAPACITY = 16384
 
@@ -66,77 +67,61 @@ def _list(
 
 @triton.jit
 def _sum(
-    scores, ids, keys, amounts, listed, width, low, high, key, pivots, top, MASS: tl.constexpr, TIES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, edge, top,
+    MASS: tl.constexpr, TIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Number or mass of the tokens between two scores whose key reaches each pivot.
+    """Number or mass of the tokens between two scores that have at least some key; of ties, of those that have it.
 
-    Of ties, the tokens that have `key`, it is the id that reaches a pivot. Looks at the list; at the whole row if
-    `listed` is 0.
+    Of ties only ids from `edge` on count. Looks at the list; at the whole row if `listed` is 0. `own` and `weights` are
+    what is held of the list: keys, and masses or, for ties, ids.
     """
-    total = tl.zeros([pivots.shape[0], CHUNK], tl.int64)
+    counted = (own >= key) & (own < _key(high))
+    if TIES:
+        counted = (own == key) & (weights >= edge)
+    held = tl.sum(tl.where(counted, weights if MASS else 1, 0).to(tl.int64), 0)
+    total = tl.zeros([CHUNK], tl.int64)
     if listed > 0:
-        for start in range(0, listed, CHUNK):
+        for start in range(own.shape[0], listed, CHUNK):
             at = start + tl.arange(0, CHUNK)
             inside = at < listed
-            own = tl.load(keys + at, mask=inside, other=0)
+            read = tl.load(keys + at, mask=inside, other=0)
+            chosen = inside & (read >= key) & (read < _key(high))
             if TIES:
-                inside = inside & (own == key)
-                own = tl.load(ids + at, mask=inside, other=0)
-            else:
-                inside = inside & (own < _key(high))
-            amount = inside.to(tl.int64)
+                chosen = inside & (read == key) & (tl.load(ids + at, mask=inside, other=0) >= edge)
             if MASS:
-                amount = tl.load(amounts + at, mask=inside, other=0)
-            total += tl.where(own[None, :] >= pivots[:, None], amount[None, :], 0)
+                total += tl.load(amounts + at, mask=chosen, other=0)
+            else:
+                total += chosen.to(tl.int64)
     else:
         for start in range(0, width, CHUNK):
             index = start + tl.arange(0, CHUNK)
             score = tl.load(scores + index, mask=index < width, other=float("nan"))
-            own = _key(score)
+            read = _key(score)
+            chosen = (score >= low) & (score < high) & (read >= key)
             if TIES:
-                inside = (score == score) & (own == key)
-                own = index
-            else:
-                inside = (score >= low) & (score < high)
-            amount = inside.to(tl.int64)
+                chosen = (score == score) & (read == key) & (index >= edge)
             if MASS:
-                amount = tl.where(inside, mass(score, top), 0)
-            total += tl.where(own[None, :] >= pivots[:, None], amount[None, :], 0)
-    return tl.sum(total, 1)
-
-
-@triton.jit
-def _between(reached, missed, WAYS: tl.constexpr):
-    """Whole numbers that part an interval evenly; at least one lies inside of one that is longer than 1."""
-    return reached + (missed - reached) * (tl.arange(0, WAYS) + 1) // (WAYS + 1)
-
-
-@triton.jit
-def _narrow(reached, missed, pivots, enough):
-    """The last pivot of an interval that is enough, and the first that is not."""
-    return (
-        tl.maximum(reached, tl.max(tl.where(enough, pivots, reached), 0)),
-        tl.minimum(missed, tl.min(tl.where(enough, missed, pivots), 0)),
-    )
+                total += tl.where(chosen, mass(score, top), 0)
+            else:
+                total += chosen.to(tl.int64)
+    return held + tl.sum(total, 0)
 
 
 @triton.jit
 def _search(
-    scores, ids, keys, amounts, listed, width, low, high, lowest, above, reaching, goal, top,
-    MASS: tl.constexpr, CHUNK: tl.constexpr, WAYS: tl.constexpr,
+    scores, ids, keys, amounts, own, weights, listed, width, low, high, lowest, above, reaching, goal, top,
+    MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The largest key, from `lowest` on, that a goal is reached at, what reaches it, and what reaches the next one."""
     reached, missed, beyond = lowest.to(tl.int64), _key(high).to(tl.int64), above
     while missed - reached > 1:
-        pivots = _between(reached, missed, WAYS)
+        middle = (reached + missed) >> 1
         reach = above + _sum(
-            scores, ids, keys, amounts, listed, width, low, high, 0, pivots, top, MASS, False, CHUNK
+            scores, ids, keys, amounts, own, weights, listed, width, low, high, middle, 0, top, MASS, False, CHUNK
         )  # fmt: skip
         enough = reach >= goal
-        reached, missed = _narrow(reached, missed, pivots, enough)
-        reaching = tl.minimum(reaching, tl.min(tl.where(enough, reach, reaching), 0))
-        beyond = tl.maximum(beyond, tl.max(tl.where(enough, beyond, reach), 0))
+        reached, reaching = tl.where(enough, middle, reached), tl.where(enough, reach, reaching)
+        missed, beyond = tl.where(enough, missed, middle), tl.where(enough, beyond, reach)
     return reached, reaching, beyond
 
 
@@ -147,12 +132,12 @@ def _select(
     width, rows,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SETTINGS: tl.constexpr, TAIL: tl.constexpr, LEAST: tl.constexpr,
     PIVOTS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
-    CHUNK: tl.constexpr, WAYS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, HELD: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    k, own = tl.load(numbers + slot * COLUMNS + TOP_K), settings + slot * SETTINGS
-    tail, least = tl.load(own + TAIL), tl.load(own + LEAST)
+    k, limits = tl.load(numbers + slot * COLUMNS + TOP_K), settings + slot * SETTINGS
+    tail, least = tl.load(limits + TAIL), tl.load(limits + LEAST)
     top, reach = find_extent(tops, sums, counts, row, BLOCKS, BLOCKS_P)
     bound, edge = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64)
     if (k > 0) | (tail > 0.0):
@@ -166,36 +151,42 @@ def _select(
         ids += place
         keys += place
         amounts += place
-        key, one = _key(low).to(tl.int64), tl.zeros([1], tl.int64)
+        at = tl.arange(0, HELD)
+        own = tl.load(keys + at, mask=at < listed, other=-0x80000000)
+        weights = tl.load(amounts + at, mask=at < tl.where(tail > 0.0, listed, 0), other=0)
+        key = _key(low).to(tl.int64)
         if k > 0:
             key, _, _ = _search(
-                scores, ids, keys, amounts, listed, width, low, high, key, above, reaching, goal, top, False, CHUNK,
-                WAYS,
+                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, above, reaching, goal, top,
+                False, CHUNK,
             )  # fmt: skip
             if tail > 0.0:
                 high, above = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int64)
-                reaching = tl.max(_sum(
-                    scores, ids, keys, amounts, listed, width, low, high, 0, one + key, top, True, False, CHUNK
-                ), 0)  # fmt: skip
+                reaching = _sum(
+                    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, 0, top,
+                    True, False, CHUNK,
+                )  # fmt: skip
                 goal = find_goal(reaching, tail)
         if tail > 0.0:
             key, reaching, beyond = _search(
-                scores, ids, keys, amounts, listed, width, low, high, key, above, reaching, goal, top, True, CHUNK,
-                WAYS,
+                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, above, reaching, goal, top,
+                True, CHUNK,
             )  # fmt: skip
             # Of the tokens with this very score, each of the same mass, those with the highest ids make up the goal.
-            ties = tl.max(_sum(
-                scores, ids, keys, amounts, listed, width, low, high, key, one, top, False, True, CHUNK
-            ), 0)  # fmt: skip
+            weights = tl.load(ids + at, mask=at < listed, other=0).to(tl.int64)
+            ties = _sum(
+                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, 0, top, False, True, CHUNK
+            )  # fmt: skip
             needed = tl.cdiv(goal - beyond, tl.maximum((reaching - beyond) // tl.maximum(ties, 1), 1))
             if needed < ties:
                 missed = edge + width
                 while missed - edge > 1:
-                    pivots = _between(edge, missed, WAYS)
-                    counted = _sum(
-                        scores, ids, keys, amounts, listed, width, low, high, key, pivots, top, False, True, CHUNK
+                    middle = (edge + missed) >> 1
+                    enough = needed <= _sum(
+                        scores, ids, keys, amounts, own, weights, listed, width, low, high, key, middle, top,
+                        False, True, CHUNK,
                     )  # fmt: skip
-                    edge, missed = _narrow(edge, missed, pivots, counted >= needed)
+                    edge, missed = tl.where(enough, middle, edge), tl.where(enough, missed, middle)
         word = key.to(tl.int32)
         bound = (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     if top + least > bound:
@@ -235,6 +226,7 @@ def find_bounds(scores: Scores, state: RowState, slots: Tensor) -> tuple[Tensor,
     _list[(rows, blocks)](*known, *listed, *own, BLOCK=BLOCK, CAPACITY=ids.shape[1], num_warps=8, **limits)
     _select[(rows,)](
         *known, *listed, bounds, edges, *own,
-        LEAST=int(Setting.LEAST), CHUNK=2 * _CHUNK, WAYS=_WAYS, CAPACITY=ids.shape[1], num_warps=16, **limits,
+        LEAST=int(Setting.LEAST), CHUNK=2 * _CHUNK, HELD=min(_HELD, triton.next_power_of_2(ids.shape[1])),
+        CAPACITY=ids.shape[1], num_warps=16, **limits,
     )  # fmt: skip
     return bounds, edges
