@@ -57,10 +57,10 @@ def _tests(seconds: int, *paths: str, workers: int = 1, several: bool = False) -
 
 
 JOBS = {
-    "lifecycle-speed": _benchmark(60, "lifecycle.py --part speed"),
-    "lifecycle-bfloat16": _benchmark(90, "lifecycle.py --part bfloat16"),
-    "lifecycle-float32": _benchmark(120, "lifecycle.py --part float32"),
-    "sampling": _benchmark(60, "sampling.py --step-ms 2.58"),
+    "lifecycle-speed": _benchmark(40, "lifecycle.py --part speed"),
+    "lifecycle-bfloat16": _benchmark(60, "lifecycle.py --part bfloat16"),
+    "lifecycle-float32": _benchmark(80, "lifecycle.py --part float32"),
+    "sampling": _benchmark(40, "sampling.py --step-ms 2.58"),
     "decode": _benchmark(400, "decode.py --cases A,B,C,D,E"),
     "decode-tails": _benchmark(400, "decode.py --cases F,G --name decode-tails --repeats 3"),
     "decode-8B": _benchmark(300, "decode.py --model 8B --cases A,B --contenders fused --repeats 5"),
@@ -74,16 +74,16 @@ JOBS = {
     "routes-tiny": _benchmark(200, "routes.py --model tiny --modes captured --seconds 60"),
     "groups": _benchmark(150, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
-    "tests-kernels": _tests(120, "kernels", workers=8),
-    "tests-lifecycle": _tests(240, "gpu/test_lifecycle.py"),
-    "tests-parity": _tests(100, "gpu/test_parity.py", workers=6),
-    "tests-sampling": _tests(60, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py", workers=6),
-    "tests-compile": _tests(120, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py", workers=6),
+    "tests-kernels": _tests(100, "kernels", workers=8),
+    "tests-lifecycle": _tests(100, "gpu/test_lifecycle.py"),
+    "tests-parity": _tests(120, "gpu/test_parity.py", workers=6),
+    "tests-sampling": _tests(70, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py", workers=6),
+    "tests-compile": _tests(100, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py", workers=6),
     "tests-costs": _tests(
-        240, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
+        60, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
     ),
-    "tests-trainers": _tests(150, "gpu/test_gpu_trainers.py"),
-    "tests-ranks": _tests(200, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", several=True),
+    "tests-trainers": _tests(50, "gpu/test_gpu_trainers.py"),
+    "tests-ranks": _tests(100, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", several=True),
     "ranks": _benchmark(300, "ranks.py --rounds 6 --limit 75", several=True),
     "ranks-8B": _benchmark(120, "ranks.py --model 8B --parts tp", several=True),
     "ranks-32B": _benchmark(150, "ranks.py --model 32B --parts tp", several=True),

@@ -99,6 +99,10 @@ def speed_and_memory() -> dict[str, Any]:
     profiles = [profile for _ in range(11) if (profile := watched.generate(prompts, one).stats.profile)][2:]
     watched.shutdown()
     spent = [profile.prefill_device_ms or 0.0 for profile in profiles]
+    parts = {
+        name: median([getattr(profile, f"{name}_ms") for profile in profiles])
+        for name in ("intake", "planning", "scheduling", "cache", "capture", "prefill", "postprocessing")
+    }
     outside = [profile.wall_ms - prefill for profile, prefill in zip(profiles, spent, strict=True)]
     both = median(milliseconds(lambda: engine.generate(prompts, two), repeats=9, warm_ups=2))
     step = (median(times) - both) / (NEW - 2)
@@ -144,6 +148,7 @@ def speed_and_memory() -> dict[str, Any]:
         "step ms": round(step, 3),
         "outside prefill and replay ms": median(outside),
         "prefill ms": median(spent),
+        "host ms of a call of one token": parts,
         "capture of one rung s": round(capture, 2),
         "memory": {"kv": memory.kv, "graphs": memory.graphs, "static": memory.static},
         "sleep": slept,

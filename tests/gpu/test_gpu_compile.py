@@ -28,14 +28,14 @@ def test_logprobs_are_the_trainers(dtype, rows, monkeypatch):
     assert min(counts) == 3 * model.config.num_hidden_layers
     exact = zoo.build("qwen2").to("cuda", torch.float64)
     exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
-    tolerance = {torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    ours, own = [], []
     for completion, prompt in zip(batch.completions, prompts, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]], device="cuda")
         with torch.no_grad():
             logits, rounded = (net(ids).logits[0, len(prompt) - 1 : -1].double() for net in (exact, model))
         chosen = torch.tensor(completion.token_ids, device="cuda")[:, None]
-        expected, own = (values.log_softmax(-1).gather(1, chosen)[:, 0] for values in (logits, rounded))
-        # As near to exact numbers as the trainer's own forward, or nearly so.
-        allowed = tolerance + 4 * (own - expected).abs().max()
-        got = torch.tensor(completion.logprobs, device="cuda").double()
-        assert (got - expected).abs().max() <= allowed
+        expected, trainer = (values.log_softmax(-1).gather(1, chosen)[:, 0] for values in (logits, rounded))
+        ours.append((torch.tensor(completion.logprobs, device="cuda").double() - expected).abs())
+        own.append((trainer - expected).abs())
+    # Single tokens are off by as much as 2 in either: weights are large here. A product that is wrong moves them all.
+    assert torch.cat(ours).mean() <= 2 * torch.cat(own).mean() + 0.01
