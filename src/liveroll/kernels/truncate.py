@@ -4,8 +4,8 @@ The bound is the largest score t such that the tokens that score t or more reach
 top-p asks for. Two passes over the vocabulary, spread over the whole device, add up what reaches each of a few pivots,
 the second between the two pivots of the first between which the bound lies. The few tokens left between the pivots
 that come out of that are listed, each with its score and its mass, and one program a row halves the interval, over the
-list alone, most of it in registers, until one score is left. Masses are whole numbers, so that the result does not
-depend on the order in which anything is added; where pivots lie costs time and changes nothing.
+list alone, most of it in registers, until one of its scores is left. Masses are whole numbers, so that the result does
+not depend on the order in which anything is added; where pivots lie costs time and changes nothing.
 """
 
 from __future__ import annotations
@@ -66,62 +66,71 @@ def _list(
 
 
 @triton.jit
-def _sum(
-    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, edge, top,
+def _reach(values, amounts, inside, pivot):
+    """What the values inside that reach a pivot amount to, the largest below it, and the least of those that reach."""
+    reaches = inside & (values >= pivot)
+    return (
+        tl.sum(tl.where(reaches, amounts, 0).to(tl.int64), 0),
+        tl.max(tl.where(inside & (values < pivot), values, -0x80000000), 0),
+        tl.min(tl.where(reaches, values, 0x7FFFFFFF), 0),
+    )
+
+
+@triton.jit
+def _measure(
+    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, pivot, top,
     MASS: tl.constexpr, TIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Number or mass of the tokens between two scores that have at least some key; of ties, of those that have it.
+    """Number or mass of the tokens between two scores that reach a key, and the keys of tokens on both sides of it.
 
-    Of ties only ids from `edge` on count. Looks at the list; at the whole row if `listed` is 0. `own` and `weights` are
-    what is held of the list: keys, and masses or, for ties, ids.
+    Of ties, the tokens of `key`, it is ids instead of keys. Looks at the list; at the whole row if `listed` is 0. `own`
+    and `weights` are what is held of the list: keys, and masses or, for ties, ids.
     """
-    counted = (own >= key) & (own < _key(high))
-    if TIES:
-        counted = (own == key) & (weights >= edge)
-    held = tl.sum(tl.where(counted, weights if MASS else 1, 0).to(tl.int64), 0)
-    total = tl.zeros([CHUNK], tl.int64)
+    inside = own == key if TIES else own < _key(high)
+    reach, under, over = _reach(weights if TIES else own, weights if MASS else 1, inside, pivot)
     if listed > 0:
         for start in range(own.shape[0], listed, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            inside = at < listed
-            read = tl.load(keys + at, mask=inside, other=0)
-            chosen = inside & (read >= key) & (read < _key(high))
+            more = at < listed
+            values = tl.load(keys + at, mask=more, other=0)
             if TIES:
-                chosen = inside & (read == key) & (tl.load(ids + at, mask=inside, other=0) >= edge)
-            if MASS:
-                total += tl.load(amounts + at, mask=chosen, other=0)
+                more = more & (values == key)
+                values = tl.load(ids + at, mask=more, other=0)
             else:
-                total += chosen.to(tl.int64)
+                more = more & (values < _key(high))
+            weight = tl.load(amounts + at, mask=more, other=0) if MASS else 1
+            further, below, above = _reach(values, weight, more, pivot)
+            reach, under, over = reach + further, tl.maximum(under, below), tl.minimum(over, above)
     else:
         for start in range(0, width, CHUNK):
             index = start + tl.arange(0, CHUNK)
             score = tl.load(scores + index, mask=index < width, other=float("nan"))
-            read = _key(score)
-            chosen = (score >= low) & (score < high) & (read >= key)
-            if TIES:
-                chosen = (score == score) & (read == key) & (index >= edge)
-            if MASS:
-                total += tl.where(chosen, mass(score, top), 0)
-            else:
-                total += chosen.to(tl.int64)
-    return held + tl.sum(total, 0)
+            more = (score == score) & (_key(score) == key) if TIES else (score >= low) & (score < high)
+            weight = mass(score, top) if MASS else 1
+            further, below, above = _reach(index if TIES else _key(score), weight, more, pivot)
+            reach, under, over = reach + further, tl.maximum(under, below), tl.minimum(over, above)
+    return reach, under, over
 
 
 @triton.jit
 def _search(
-    scores, ids, keys, amounts, own, weights, listed, width, low, high, lowest, above, reaching, goal, top,
-    MASS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, reached, missed, above, reaching, goal,
+    top, MASS: tl.constexpr, TIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key, from `lowest` on, that a goal is reached at, what reaches it, and what reaches the next one."""
-    reached, missed, beyond = lowest.to(tl.int64), _key(high).to(tl.int64), above
+    """The largest key, or id of ties, that a goal is reached at, what reaches it, and what reaches the next one.
+
+    It is from `reached` on and below `missed`, which come nearer until one value is left; `above` is what reaches all.
+    """
+    beyond = above
     while missed - reached > 1:
-        middle = (reached + missed) >> 1
-        reach = above + _sum(
-            scores, ids, keys, amounts, own, weights, listed, width, low, high, middle, 0, top, MASS, False, CHUNK
+        pivot = (reached + missed) >> 1
+        reach, under, over = _measure(
+            scores, ids, keys, amounts, own, weights, listed, width, low, high, key, pivot, top, MASS, TIES, CHUNK
         )  # fmt: skip
+        reach += above
         enough = reach >= goal
-        reached, reaching = tl.where(enough, middle, reached), tl.where(enough, reach, reaching)
-        missed, beyond = tl.where(enough, missed, middle), tl.where(enough, beyond, reach)
+        reached, reaching = tl.where(enough, over, reached), tl.where(enough, reach, reaching)
+        missed, beyond = tl.where(enough, missed, under.to(tl.int64) + 1), tl.where(enough, beyond, reach)
     return reached, reaching, beyond
 
 
@@ -154,39 +163,36 @@ def _select(
         at = tl.arange(0, HELD)
         own = tl.load(keys + at, mask=at < listed, other=-0x80000000)
         weights = tl.load(amounts + at, mask=at < tl.where(tail > 0.0, listed, 0), other=0)
-        key = _key(low).to(tl.int64)
+        key, missed = _key(low).to(tl.int64), _key(high).to(tl.int64)
         if k > 0:
-            key, _, _ = _search(
-                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, above, reaching, goal, top,
-                False, CHUNK,
-            )  # fmt: skip
+            key = _search(
+                scores, ids, keys, amounts, own, weights, listed, width, low, high, 0, key, missed, above, reaching,
+                goal, top, False, False, CHUNK,
+            )[0]  # fmt: skip
             if tail > 0.0:
                 high, above = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int64)
-                reaching = _sum(
-                    scores, ids, keys, amounts, own, weights, listed, width, low, high, key, 0, top,
+                missed = _key(high).to(tl.int64)
+                reaching = _measure(
+                    scores, ids, keys, amounts, own, weights, listed, width, low, high, 0, key, top,
                     True, False, CHUNK,
-                )  # fmt: skip
+                )[0]  # fmt: skip
                 goal = find_goal(reaching, tail)
         if tail > 0.0:
             key, reaching, beyond = _search(
-                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, above, reaching, goal, top,
-                True, CHUNK,
+                scores, ids, keys, amounts, own, weights, listed, width, low, high, 0, key, missed, above, reaching,
+                goal, top, True, False, CHUNK,
             )  # fmt: skip
             # Of the tokens with this very score, each of the same mass, those with the highest ids make up the goal.
-            weights = tl.load(ids + at, mask=at < listed, other=0).to(tl.int64)
-            ties = _sum(
-                scores, ids, keys, amounts, own, weights, listed, width, low, high, key, 0, top, False, True, CHUNK
-            )  # fmt: skip
+            names = tl.load(ids + at, mask=at < listed, other=0)
+            ties = _measure(
+                scores, ids, keys, amounts, own, names, listed, width, low, high, key, edge, top, False, True, CHUNK
+            )[0]  # fmt: skip
             needed = tl.cdiv(goal - beyond, tl.maximum((reaching - beyond) // tl.maximum(ties, 1), 1))
             if needed < ties:
-                missed = edge + width
-                while missed - edge > 1:
-                    middle = (edge + missed) >> 1
-                    enough = needed <= _sum(
-                        scores, ids, keys, amounts, own, weights, listed, width, low, high, key, middle, top,
-                        False, True, CHUNK,
-                    )  # fmt: skip
-                    edge, missed = tl.where(enough, middle, edge), tl.where(enough, missed, middle)
+                edge = _search(
+                    scores, ids, keys, amounts, own, names, listed, width, low, high, key, edge, edge + width,
+                    edge, ties, needed, top, False, True, CHUNK,
+                )[0]  # fmt: skip
         word = key.to(tl.int32)
         bound = (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     if top + least > bound:
