@@ -77,8 +77,8 @@ class ModelGuard:
     def _in_mode(self) -> Iterator[None]:
         modules = self.modules = walk(self._model)
         wanted = self._training
-        flipped = [module for module in modules if wanted is not None and module.training != wanted]
-        checkpointing = [module for module in modules if vars(module).get("gradient_checkpointing")]
+        flipped = [] if wanted is None else [module for module in modules if module.training != wanted]
+        checkpointing = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
         device = self._model.device
         random = torch.get_rng_state()
         device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

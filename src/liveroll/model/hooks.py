@@ -79,24 +79,21 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
         model: the model.
         modules: all modules of it.
     """
-    # Asked for before each call: names are looked up only where one is needed.
+    # Asked for before each call, so that each look at a module or parameter counts.
     for module in modules:
         if module._parameters:
             for name, parameter in module._parameters.items():
-                if parameter is not None and _is_partitioned(parameter):
+                if parameter is not None and "ds_id" in parameter.__dict__ and parameter.ds_shape != parameter.shape:
                     owner = _path(model, module, name)
                     return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            if hooks and any(map(gathers_weights, hooks.values())):
+        attributes = module.__dict__
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            if any(map(gathers_weights, hooks)):
                 return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
-        if "_hf_hook" in module.__dict__:
+        if "_hf_hook" in attributes:
             return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    attributes = parameter.__dict__
-    return "ds_id" in attributes and attributes.get("ds_shape") != parameter.shape
 
 
 def _path(model: nn.Module, wanted: nn.Module, *name: str) -> str:

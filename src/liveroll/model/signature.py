@@ -61,13 +61,14 @@ def walk(model: nn.Module) -> list[nn.Module]:
     The generators of `nn.Module` build the name of everything that they visit, which takes a large model longer than
     all else that happens around a rollout.
     """
-    found: dict[nn.Module, None] = {}
+    found: dict[nn.Module, None] = {model: None}
 
     def visit(module: nn.Module) -> None:
-        found[module] = None
         for child in module._modules.values():
             if child is not None and child not in found:
-                visit(child)
+                found[child] = None
+                if child._modules:
+                    visit(child)
 
     visit(model)
     return list(found)
@@ -80,8 +81,9 @@ def _facts(modules: Sequence[nn.Module]) -> list[tuple[Any, ...] | None]:
             tensors.extend(module._parameters.values())
         if module._buffers:
             tensors.extend(module._buffers.values())
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in local]
+    if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
 
 
 def _names(model: nn.Module) -> Iterator[str]:

@@ -160,7 +160,7 @@ class AttentionSwitch:
 
     def find(self, modules: Iterable[nn.Module]) -> list[tuple[PretrainedConfig, str]]:
         """Every configuration that the modules hold, and the implementation in force by it."""
-        held = (vars(module).get("config") for module in modules)
+        held = [config for module in modules if (config := module.__dict__.get("config")) is not None]
         configs = {id(config): config for config in held if isinstance(config, PretrainedConfig)}
         return [(config, str(config._attn_implementation)) for config in configs.values()]
 
