@@ -83,7 +83,7 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     for module in modules:
         if module._parameters:
             for name, parameter in module._parameters.items():
-                if parameter is not None and "ds_id" in parameter.__dict__ and parameter.ds_shape != parameter.shape:
+                if parameter is not None and "ds_id" in parameter.__dict__ and _is_partitioned(parameter):
                     owner = _path(model, module, name)
                     return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
         attributes = module.__dict__
@@ -94,6 +94,11 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
         if "_hf_hook" in attributes:
             return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3, which knows a parameter, does not hold the whole of it here."""
+    return parameter.__dict__.get("ds_shape") != parameter.shape
 
 
 def _path(model: nn.Module, wanted: nn.Module, *name: str) -> str:

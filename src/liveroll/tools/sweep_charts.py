@@ -29,12 +29,12 @@ _LABELLED = 8  # a workload of more buckets has no room for a label at each
 
 
 def draw_times(cases: Sequence[Case]) -> Figure:
-    """Median time of every contender, a panel for each workload; all cases at one budget."""
+    """Least time of every contender, a panel for each workload; all cases at one budget."""
     figure, panels = _grid(len(cases), height=2.6)
     places = range(len(CONTENDERS), 0, -1)
     for panel, case in zip(panels, cases, strict=True):
         best = case.best()
-        times = [case.results[name].median_ms for name in CONTENDERS]
+        times = [case.results[name].least_ms for name in CONTENDERS]
         colours = [_bar_colour(name, best) for name in CONTENDERS]
         panel.barh(places, times, color=colours, edgecolor=BLACK, linewidth=0.6, height=0.72)
         for place, name, ms in zip(places, CONTENDERS, times, strict=True):
@@ -63,7 +63,7 @@ def draw_times(cases: Sequence[Case]) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(
-        f"Time of a call, {cases[0].new_tokens} new tokens a prompt (median; lines from least to most; ~ not run)",
+        f"Time of a call, {cases[0].new_tokens} new tokens a prompt (the least; lines to the most; ~ not run)",
         fontsize=11,
     )
     return figure
@@ -89,7 +89,7 @@ def draw_costs(sweep: SweepResult) -> Figure:
             )
         results = [case.results[route] for case in sweep.cases]
         right.scatter(
-            [result.median_ms for result in results],
+            [result.least_ms for result in results],
             [result.predicted_ms for result in results],
             marker=mark,
             s=34,
@@ -101,7 +101,7 @@ def draw_costs(sweep: SweepResult) -> Figure:
     right.set_title("Sweep: whole calls of the manual routes", fontsize=10, loc="left")
     _compare_equal(left, [point[name] for point in sweep.points for name in ("ms", "predicted_ms")])
     calls = [case.results[route] for case in sweep.cases for route in MANUAL]
-    _compare_equal(right, [ms for call in calls for ms in (call.median_ms, call.predicted_ms)])
+    _compare_equal(right, [ms for call in calls for ms in (call.least_ms, call.predicted_ms)])
     return figure
 
 

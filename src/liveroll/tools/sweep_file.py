@@ -32,8 +32,7 @@ def write_sweep(path: Path, sweep: SweepResult) -> None:
             "noise": case.noise,
             "routes": {
                 name: {
-                    "median_ms": result.median_ms,
-                    "min_ms": result.range_ms[0],
+                    "least_ms": result.least_ms,
                     "tokens_per_second": case.tokens_per_second(name),
                     **asdict(result),
                 }

@@ -133,7 +133,7 @@ def _verdict(sweep: SweepResult) -> str:
     if agreement is not None:
         checked = f"Of the tokens checked against those of each prompt alone, every route has {agreement:.2%} at least."
     explained = (
-        "A ratio is the median time over that of the fastest manual route that may be taken. The choice is the same "
+        "A ratio is the least time over that of the fastest manual route that may be taken. The choice is the same "
         "for the route taken, timed as a manual one, so that noise between two runs of one route does not count. Where "
         "auto runs the very same forwards as the fastest route, its ratio is noise."
     )
@@ -147,12 +147,12 @@ def _case_table(case: Case) -> str:
         result = case.results[name]
         memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.2f}"
         label = f"{name.replace('_', ' ')} ({result.taken})" if name in (AUTO, AUTO_PADDED) else name.replace("_", " ")
-        ratio = result.median_ms / case.results[case.best(name)].median_ms
+        ratio = result.least_ms / case.results[case.best(name)].least_ms
         rows.append(
             (
                 label,
                 case.label(name),
-                f"{result.range_ms[0]:.1f}",
+                f"{result.range_ms[1]:.1f}",
                 str(len(result.ms)),
                 f"{'=' if name in (AUTO, AUTO_PADDED) and case.is_same_work(name) else ''}{ratio:.3f}",
                 f"{result.predicted_ms:.1f}",
@@ -168,7 +168,7 @@ def _case_table(case: Case) -> str:
         far = name in (AUTO, AUTO_PADDED) and ratio > TOLERANCE
         classes.append("best" if name == best else "far" if far else "")
     heads = (
-        "route", "median ms", "least ms", "calls", "/\N{NO-BREAK SPACE}best", "estimated ms", "tokens/s", "peak GiB",
+        "route", "least ms", "most ms", "calls", "/\N{NO-BREAK SPACE}best", "estimated ms", "tokens/s", "peak GiB",
         "prefill forwards", "prefill tokens", "of them padding", "tokens equal", "same work as",
     )  # fmt: skip
     title = f"{case.workload}, {describe_lengths(case.lengths)}, {case.new_tokens} new tokens, noise {case.noise:.1%}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -56,9 +55,9 @@ class RouteResult:
     extended_ms: float | None = None
 
     @property
-    def median_ms(self) -> float:
-        """Median wall time; of one that was left out, what it would take."""
-        return statistics.median(self.ms) if self.extended_ms is None else self.extended_ms
+    def least_ms(self) -> float:
+        """Least wall time, as what disturbs a call only adds to it; of one that was left out, what it would take."""
+        return self.range_ms[0]
 
     @property
     def range_ms(self) -> tuple[float, float]:
@@ -96,11 +95,11 @@ class Case:
     def best(self, contender: str = AUTO) -> str:
         """The manual route that took least, of those that a contender may take."""
         routes = [route for route in MANUAL if contender != AUTO_PADDED or route != "packed"]
-        return min(routes, key=lambda route: self.results[route].median_ms)
+        return min(routes, key=lambda route: self.results[route].least_ms)
 
     def ratio(self, contender: str = AUTO) -> float:
         """What a contender took, over what the best manual route took."""
-        return self.results[contender].median_ms / self.results[self.best(contender)].median_ms
+        return self.results[contender].least_ms / self.results[self.best(contender)].least_ms
 
     @property
     def noise(self) -> float:
@@ -109,19 +108,19 @@ class Case:
         pairs = [best.range_ms]
         for result in self.results.values():
             if result.same_as and not result.borrowed and self.results[result.same_as].extended_ms is None:
-                pairs.append((result.median_ms, self.results[result.same_as].median_ms))
+                pairs.append((result.least_ms, self.results[result.same_as].least_ms))
         return max(max(pair) / min(pair) for pair in pairs) - 1
 
     def choice_ratio(self, contender: str = AUTO) -> float:
         """What the route that a contender chose takes when chosen by hand, over the best: the choice without noise."""
         chosen = self.results[self.results[contender].taken]
-        return chosen.median_ms / self.results[self.best(contender)].median_ms
+        return chosen.least_ms / self.results[self.best(contender)].least_ms
 
     def label(self, contender: str) -> str:
-        """The median of a contender in ms, marked where it was not called."""
+        """The least time of a contender in ms, marked where it was not called."""
         result = self.results[contender]
         mark = "~" if result.extended_ms is not None else "*" if result.borrowed else ""
-        return f"{mark}{result.median_ms:.1f}"
+        return f"{mark}{result.least_ms:.1f}"
 
     def is_same_work(self, contender: str = AUTO) -> bool:
         """Whether a contender ran the same forwards as the best manual route, so that its ratio is noise."""
@@ -130,7 +129,7 @@ class Case:
 
     def tokens_per_second(self, contender: str) -> float:
         """Tokens generated a second."""
-        return len(self.lengths) * self.new_tokens / self.results[contender].median_ms * 1e3
+        return len(self.lengths) * self.new_tokens / self.results[contender].least_ms * 1e3
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def expected_ms(case: Case, earlier: Sequence[Case], name: str) -> float:
     """
     if len(earlier) < 2:
         return case.results[name].predicted_ms
-    (low, low_ms), (high, high_ms) = ((other.new_tokens, other.results[name].median_ms) for other in earlier[-2:])
+    (low, low_ms), (high, high_ms) = ((other.new_tokens, other.results[name].least_ms) for other in earlier[-2:])
     return high_ms + (high_ms - low_ms) / (high - low) * (case.new_tokens - high)
 
 
@@ -69,7 +69,7 @@ def next_round(case: Case, repeats: int, ms_left: float) -> list[str]:
     """Contenders to call once more, after each has been called; none where the case is done.
 
     These are `auto` and the routes that may be the fastest, with or without packed ones: their least time is within a
-    tenth of the fastest one's median, or a single time within half of it. They are called as long as that fits the
+    tenth of the fastest one's, or a single time within half of it. They are called as long as that fits the
     time that is left. After that, where `auto` seems too far behind, only it and the route that it is behind, so that
     no verdict hangs on a disturbed call.
 
@@ -81,7 +81,7 @@ def next_round(case: Case, repeats: int, ms_left: float) -> list[str]:
     results = {name: case.results[name] for name in runs_in(case) if len(case.results[name].ms) < repeats}
     near = [name for name, result in results.items() if result.range_ms[0] <= _reach(result) * _best_ms(case, name)]
     near += [name for name in (AUTO, AUTO_PADDED) if name in results and name not in near]
-    if near and sum(results[name].median_ms for name in near) <= ms_left:
+    if near and sum(results[name].least_ms for name in near) <= ms_left:
         return near
     doubtful: dict[str, None] = {}
     for contender in (AUTO, AUTO_PADDED):
@@ -98,4 +98,4 @@ def _reach(result: RouteResult) -> float:
 def _best_ms(case: Case, name: str) -> float:
     """What the fastest manual route takes, or for others than packed ones the fastest that is not packed."""
     rival = AUTO if name in (AUTO, "packed") else AUTO_PADDED
-    return case.results[case.best(rival)].median_ms
+    return case.results[case.best(rival)].least_ms

@@ -183,7 +183,7 @@ def sweep_model(
 
 def show_sweep(result: SweepResult, console: Console) -> None:
     """Print the time of every route on every workload, and how near `auto` came to the best."""
-    table = Table(box=None, padding=(0, 2, 0, 0), title="Median ms of a call", title_justify="left")
+    table = Table(box=None, padding=(0, 2, 0, 0), title="Least ms of a call", title_justify="left")
     table.add_column("workload", max_width=_NAME, overflow="ellipsis", no_wrap=True)
     table.add_column("new", justify="right")
     for name in CONTENDERS:
