@@ -36,6 +36,14 @@ def test_the_corners_are_measured():
     assert len(cells) == 24
 
 
+def test_the_ordinary_route_is_timed_with_padding():
+    """Guards against its costs without the mask that a ragged batch gives the model's attention."""
+    assert Cell("ordinary", 3, 16, 4).lengths == [16, 16, 15]
+    assert Cell("ordinary", 1, 16, 4).lengths == [16]
+    assert Cell("ordinary", 3, 1, 4).lengths == [1, 1, 1]
+    assert Cell("equal_width", 3, 16, 0).lengths == [16, 16, 16]
+
+
 def test_what_is_needed():
     """Guards against a coefficient that nothing tells where time allows the needed cells only.
 

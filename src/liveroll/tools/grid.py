@@ -63,12 +63,12 @@ class WorkloadRange:
 
 @dataclass(frozen=True)
 class Cell:
-    """A uniform call that is timed.
+    """A call that is timed.
 
     Attributes:
         route: how its prompts are executed; `equal_width` stands for all padded ones.
         rows: prompts.
-        width: tokens of each.
+        width: tokens of each, but for the last one where `lengths` says so.
         steps: decode steps; 0 where the prefill alone is of interest.
         needed: whether some coefficient is unknown without it.
     """
@@ -84,6 +84,16 @@ class Cell:
         """A name that no other cell of a grid has."""
         kind = f"decode{self.steps}" if self.steps else "prefill"
         return f"{kind} {self.route} {self.rows}x{self.width}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt.
+
+        On the ordinary route the last is a token shorter: as soon as there is padding, as there is in almost every
+        batch of prompts, the model's own attention is given a mask, and takes a slower way.
+        """
+        shorter = self.route == "ordinary" and self.rows > 1 and self.width > 1
+        return [self.width] * (self.rows - 1) + [self.width - shorter]
 
     def measured(self, kind: Kind, ms: float) -> Measurement:
         """What was measured of it: its prefill, or one of its decode steps on average."""

@@ -82,7 +82,7 @@ class Stopwatch:
         """Run a cell once; once more where something was captured on the way."""
         if cell.route not in self._engines:
             self._engines[cell.route] = beside(self._engine, prefill_route=cell.route)
-        prompts = draw_prompts([cell.width] * cell.rows, self._vocab_size, seed=repeat)
+        prompts = draw_prompts(cell.lengths, self._vocab_size, seed=repeat)
         sampling = replace(_GREEDY, max_new_tokens=cell.steps + 1)
         stats = self._engines[cell.route].generate(prompts, sampling).stats
         if stats.captures or stats.prefill_captures:
