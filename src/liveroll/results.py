@@ -44,7 +44,7 @@ def make_completion(request: Request, prompts: PromptBatch, tokenizer: Any, *, h
         text=None if tokenizer is None else _text(request, tokens, tokenizer),
         finish_reason=request.finish_reason,
         stop=request.stop,
-        sampled_mask=tuple(request.response_mask.tolist()),
+        sampled_mask=tuple(request.response_mask.tobytes()),
         continued_at=continued_at,
         prompt_ids=prompts.ids[request.prompt_index],
         padding_ids=prompts.padding_ids[request.prompt_index],
@@ -80,8 +80,8 @@ def make_batch(
     completions = tuple(make_completion(request, prompts, tokenizer, has_stream=drawn) for request in requests)
     # Tensors made in the caller's inference mode could take no part in a loss.
     with torch.inference_mode(False):
-        logprobs = _padded([completion.logprobs for completion in completions], width, device)
-        raw_logprobs = _padded([completion.raw_logprobs for completion in completions], width, device)
+        logprobs = _padded(requests, completions, "logprobs", width, device)
+        raw_logprobs = _padded(requests, completions, "raw_logprobs", width, device)
         input_ids, attention_mask, loss_mask = torch.from_numpy(grids).to(device)
         loss_mask = loss_mask[:, start:]
     return RolloutBatch(
@@ -110,24 +110,35 @@ def _told(request: Request, given: int, sampled: int) -> dict[str, Any]:
 
 def _told_by_the_call(request: Request, name: str) -> tuple[Any, ...]:
     """What the call tells of its tokens; those that it sampled are the last."""
-    if name == "logprobs":
-        return tuple(request.logprobs.tolist())
+    if name in ("logprobs", "raw_logprobs"):
+        return tuple(_logprobs(request, name).tolist())
     details = request.details
     assert details is not None
-    if name == "raw_logprobs":
-        return tuple(details.raw_logprobs.tolist())
     if name == "top_logprobs":
         return _alternatives(details, request.sampling.top_logprobs)
     return _kept(details, request.sampling.kept_tokens)
 
 
-def _padded(rows: Sequence[Sequence[float] | None], width: int, device: torch.device) -> torch.Tensor | None:
-    """Rows as `[N, width]` float32, 0 behind each; None where one is missing."""
-    padded = np.zeros((len(rows), width), np.float32)
-    for row, values in enumerate(rows):
-        if values is None:
+def _logprobs(request: Request, name: str) -> np.ndarray:
+    """`logprobs` or `raw_logprobs` of the tokens behind the prefix, float32."""
+    if name == "logprobs":
+        return request.logprobs
+    assert request.details is not None
+    return request.details.raw_logprobs
+
+
+def _padded(
+    requests: Sequence[Request], completions: Sequence[Completion], name: str, width: int, device: torch.device
+) -> torch.Tensor | None:
+    """What completions tell of their tokens as `[N, width]` float32, 0 behind each; None where one tells nothing."""
+    padded = np.zeros((len(requests), width), np.float32)
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        told = getattr(completion, name)
+        if told is None:
             return None
-        padded[row, : len(values)] = values
+        # Of what this call sampled there is an array, which is copied many times faster than a tuple.
+        values = told if request.before is not None else _logprobs(request, name)
+        padded[row, len(told) - len(values) : len(told)] = values
     return torch.from_numpy(padded).to(device)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import Struct
 
 import numpy as np
+
+_KEYS = Struct("<ii")
 
 
 def assign_streams(
@@ -41,5 +44,5 @@ def call_seed(engine_seed: int, call: int) -> int:
 
 
 def _keys(origin: bytes, occurrence: int) -> tuple[int, int]:
-    words = np.frombuffer(blake2b(origin + occurrence.to_bytes(8, "little"), digest_size=8).digest(), "<i4")
-    return int(words[0]), int(words[1])
+    first, second = _KEYS.unpack(blake2b(origin + occurrence.to_bytes(8, "little"), digest_size=8).digest())
+    return first, second

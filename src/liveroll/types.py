@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class ResolvedSampling:
         """Whether top-k, top-p or min-p may leave tokens out."""
         return self.do_sample and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
-    @property
+    @cached_property
     def told(self) -> tuple[str, ...]:
         """The fields of a completion that tell of each of its tokens."""
         asked = {

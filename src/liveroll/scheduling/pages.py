@@ -85,7 +85,6 @@ class PageAllocator:
             assert taken or page in free, f"page {page} is lost"
 
     def _refuse_strays(self, pages: Sequence[int], what: str) -> None:
-        known = range(SCRATCH_PAGE + 1, self.pages)
-        stray = [page for page in pages if page not in known or not self._holders[page]]
+        stray = [page for page in pages if not (SCRATCH_PAGE < page < self.pages and self._holders[page])]
         if stray or len(set(pages)) != len(pages):
             raise ValueError(f"pages {stray or list(pages)} were {what} without being taken")

@@ -74,7 +74,10 @@ class Request:
     @property
     def response_mask(self) -> np.ndarray:
         """Uint8, 1 where a token of the whole response was sampled."""
-        return np.concatenate([np.zeros(len(self.prefix), np.uint8), self.given_mask, np.ones(self.new, np.uint8)])
+        mask, forced = np.ones(len(self.prefix) + len(self.tokens), np.uint8), len(self.prefix)
+        mask[:forced] = 0
+        mask[forced : forced + len(self.given_mask)] = self.given_mask
+        return mask
 
     @property
     def new(self) -> int:
@@ -108,7 +111,7 @@ class Request:
 
     @cached_property
     def _forced(self) -> int:
-        return len(self.given_mask) - int(self.given_mask.sum())
+        return len(self.given_mask) - int(np.count_nonzero(self.given_mask))
 
 
 def logits_complaint(request: Request) -> str:

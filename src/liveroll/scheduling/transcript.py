@@ -26,11 +26,12 @@ class Transcript:
 
     def start(self, slot: int, tokens: np.ndarray, logprobs: np.ndarray, details: Details | None) -> None:
         """Begin a slot with the tokens that its request already has."""
-        self._tokens[slot, : len(tokens)] = tokens
-        self._logprobs[slot, : len(logprobs)] = logprobs
-        self.counts[slot] = len(tokens)
-        self._numbers[slot, : len(tokens)] = 0 if details is None else details.numbers
-        self._kept[slot] = [np.empty(0, np.int32)] * len(tokens) if details is None else list(details.kept)
+        self.counts[slot], self._kept[slot] = len(tokens), []
+        if len(tokens):
+            self._tokens[slot, : len(tokens)] = tokens
+            self._logprobs[slot, : len(logprobs)] = logprobs
+            self._numbers[slot, : len(tokens)] = 0 if details is None else details.numbers
+            self._kept[slot] = [np.empty(0, np.int32)] * len(tokens) if details is None else list(details.kept)
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, details: Details | None) -> None:
         """Add one token to each of `slots`."""
