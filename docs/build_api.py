@@ -90,7 +90,7 @@ def _fields(node: ast.ClassDef, source: str) -> list[str]:
 
 
 def _signature(node: ast.FunctionDef) -> str:
-    if any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list):
+    if any(isinstance(mark, ast.Name) and mark.id in ("property", "cached_property") for mark in node.decorator_list):
         return f": {ast.unparse(node.returns)}" if node.returns else ""
     arguments = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
     returns = ast.unparse(node.returns) if node.returns else "None"

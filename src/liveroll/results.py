@@ -137,7 +137,7 @@ def _padded(
         if told is None:
             return None
         # Of what this call sampled there is an array, which is copied many times faster than a tuple.
-        values = told if request.before is not None else _logprobs(request, name)
+        values = _logprobs(request, name) if request.new and request.before is None else told
         padded[row, len(told) - len(values) : len(told)] = values
     return torch.from_numpy(padded).to(device)
 
