@@ -107,8 +107,7 @@ def build(
                 parameter.fill_(1.0 if "norm" in path else 0.0)
         for module in model.modules():
             if hasattr(module, "inv_freq") and hasattr(module, "compute_default_rope_parameters"):
-                parameters = module.compute_default_rope_parameters(module.config, device=device)
-                inverse, module.attention_scaling = parameters
+                inverse, module.attention_scaling = module.compute_default_rope_parameters(module.config)
                 module.inv_freq = inverse.to(device)
                 module.original_inv_freq = inverse.to(device)
     if config.tie_word_embeddings:
