@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import zoo
 from rollouts import BUDGET, check, engine_of, prompts
 from torch import nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from liveroll import CaptureError, SamplingConfig
 from liveroll.model.hooks import gathers_weights, needed_hooks, without_hooks
@@ -154,6 +157,40 @@ def test_a_need_that_comes_and_goes(model):
     stats = check(engine, model, prompts(8)).stats
     assert (stats.captures, stats.replays, stats.eager_reason) == (1, BUDGET - 1, None)
     assert engine.captures == 2
+
+
+class Halved(prune.BasePruningMethod):
+    """A method of pruning as a trainer writes one."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (torch.arange(t.numel()).view_as(t) % 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+@pytest.mark.parametrize(
+    "give_hook",
+    [
+        weight_norm,
+        spectral_norm,
+        partial(prune.l1_unstructured, name="weight", amount=0.3),
+        partial(Halved.apply, name="weight"),
+    ],
+)
+def test_hooks_that_compute_weights(model, give_hook):
+    """Guards against captured forwards over a weight that a hook computed before the trainer's last step."""
+    give_hook(model.model.layers[1].mlp.up_proj)
+    model.eval()  # a spectral norm goes on with its iteration while it trains
+    reason = "hooks compute the weights of model.layers.1.mlp.up_proj in every forward"
+    engine = engine_of(model)
+    for _ in range(2):
+        assert check(engine, model, prompts(8)).stats.eager_reason == reason
+        with torch.no_grad():
+            for parameter in model.model.layers[1].mlp.up_proj.parameters():
+                parameter.mul_(-2)
+    with pytest.raises(CaptureError, match=reason):
+        engine_of(model, prefill_capture=True).generate(prompts(8), GREEDY)
 
 
 def test_a_partitioned_parameter_needs_hooks(model):

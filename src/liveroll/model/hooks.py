@@ -19,6 +19,7 @@ _TENSOR_PARALLEL = (
 )
 # ZeRO-3 wraps some of its hooks for a profiler.
 _GATHERING = ("deepspeed.runtime.zero.", "deepspeed.utils.nvtx.", "torch.distributed.fsdp.")
+_COMPUTING = ("torch.nn.utils.",)
 
 
 def spans_ranks(hook: Any) -> bool:
@@ -32,6 +33,16 @@ def spans_ranks(hook: Any) -> bool:
 def gathers_weights(hook: Any) -> bool:
     """Whether a hook gathers the weights of its module for a forward, or gives them up after it."""
     return _comes_from(hook, _GATHERING)
+
+
+def computes_weights(hook: Any) -> bool:
+    """Whether a hook computes a weight of its module before each forward.
+
+    So does pruning, and so do those norms of weights that are no parametrization. Without the hook a forward would read
+    the weight that the last forward with hooks made, or the memory where that one was.
+    """
+    # Methods of pruning are written as subclasses of torch's.
+    return any(_comes_from(kind, _COMPUTING) for kind in type(hook).__mro__)
 
 
 def _comes_from(hook: Any, places: tuple[str, ...]) -> bool:
@@ -91,6 +102,8 @@ def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             if any(map(gathers_weights, hooks)):
                 return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
+            if any(map(computes_weights, hooks)):
+                return f"hooks compute the weights of {_path(model, module) or 'the model'} in every forward"
         if "_hf_hook" in attributes:
             return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
     return None
