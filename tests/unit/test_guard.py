@@ -81,6 +81,31 @@ def test_checkpointing_in_training_mode(route):
     assert [list(completion.token_ids) for completion in batch.completions] == expected
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_scripted_module_is_put_into_the_mode_too():
+    """Guards against dropout in a module whose training flag is not where others have it, and a flag left over it."""
+
+    class Dropped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.9)
+
+        def forward(self, x: torch.Tensor):
+            return self.dropout(x)
+
+    model = zoo.build("llama")
+    model.model.layers[0].mlp = torch.jit.script(Dropped())
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.eval()(ids).logits
+    model.train()
+    with ModelGuard(model, training=False).rollout():
+        assert model(ids).logits.equal(expected)
+    scripted = model.model.layers[0].mlp
+    assert scripted.training
+    assert "training" not in vars(scripted)
+    assert not model(ids).logits.equal(expected)
+
+
 def test_what_an_interrupt_stops_is_put_back_in_full():
     """Guards against a Ctrl-C in the middle of restoring, which leaves the rest as the rollout had it."""
     done = []

@@ -132,7 +132,10 @@ class ModelGuard:
 def _set_training(modules: list[nn.Module], flag: bool) -> None:
     # The assignment of `nn.Module` looks whether it is given a parameter, which over a whole model takes milliseconds.
     for module in modules:
-        object.__setattr__(module, "training", flag)
+        if "training" in module.__dict__:
+            object.__setattr__(module, "training", flag)
+        else:  # kept elsewhere, as scripted and compiled modules do
+            module.training = flag
 
 
 def _uncached_autocast(device_type: str) -> AbstractContextManager[Any]:
