@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from snapshots import left_as_found
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
@@ -42,6 +43,33 @@ def test_a_compiled_model(route):
     rollouts = RolloutEngine(torch.compile(model, backend=refuse_to_compile), config=RolloutConfig(prefill_route=route))
     with left_as_found(model):
         assert tokens(rollouts.generate(PROMPTS, GREEDY)) == references(zoo.shared("llama"))
+
+
+def compile_in_place(model):
+    model.compile(backend=refuse_to_compile)
+
+
+def compile_layers_in_place(model):
+    for layer in model.model.layers:
+        layer.compile(backend=refuse_to_compile)
+
+
+def wrap_layers(model):
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend=refuse_to_compile)
+
+
+@pytest.mark.parametrize("compile_for_training", [compile_in_place, compile_layers_in_place, wrap_layers])
+@pytest.mark.parametrize("route", ["packed", "ordinary"])
+def test_what_was_compiled_in_a_model(route, compile_for_training):
+    """Guards against a model refused because a trainer compiled it in place or by layers, or one left uncompiled."""
+    model = zoo.build("llama")
+    compile_for_training(model)
+    rollouts = RolloutEngine(model, config=RolloutConfig(prefill_route=route))
+    with left_as_found(model):
+        assert tokens(rollouts.generate(PROMPTS, GREEDY)) == references(zoo.shared("llama"))
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="the model was compiled"):
+        model(torch.tensor([PROMPTS[0]]))
 
 
 def test_a_distributed_model(process_group):

@@ -15,6 +15,7 @@ from liveroll.errors import EngineStateError
 from liveroll.model.device import made_current
 from liveroll.model.restore import restore_in_full
 from liveroll.model.signature import walk
+from liveroll.model.unwrap import uncompiled
 from liveroll.model.versions import AttentionSwitch
 
 _Names = list[tuple[PretrainedConfig, str]]
@@ -65,12 +66,12 @@ class ModelGuard:
     def rollout(self) -> Iterator[None]:
         """Inside, the model is in the mode asked for, without gradients, checkpointing or our attention yet.
 
-        Its GPU is the current one.
+        Modules that the trainer compiled run as they are. The model's GPU is the current one.
 
         Raises:
             EngineStateError: another rollout of the model is running.
         """
-        with _alone(self._model), self._in_mode():
+        with _alone(self._model), self._in_mode(), uncompiled(self.modules):
             yield
 
     @contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from liveroll.errors import UnsupportedModelError
+from liveroll.model.restore import restore_in_full
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -39,3 +43,35 @@ def unwrap(model: Any) -> PreTrainedModel:
                 "pass the PreTrainedModel that is being trained"
             )
     return inner
+
+
+@contextmanager
+def uncompiled(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, modules that a trainer compiled by themselves, in place or in wrappers, run as they were written.
+
+    They were compiled for the trainer's forwards. Ours would have them compiled again, and what is compiled hides from
+    the probe which keys a layer stored.
+
+    Args:
+        modules: all modules of the model.
+    """
+    # One look at each module, since this is asked before each call.
+    in_place = [module for module in modules if "_compiled_call_impl" in module.__dict__]
+    kept: list[tuple[dict[str, Any], str, Any]] = [
+        (module.__dict__, "_compiled_call_impl", None) for module in in_place
+    ]
+    if OptimizedModule in set(map(type, modules)):
+        wrappers = [module for module in modules if isinstance(module, OptimizedModule)]
+        kept += [(wrapper.__dict__, "forward", wrapper._orig_mod) for wrapper in wrappers]
+    before = [(attributes, name, attributes[name]) for attributes, name, _ in kept]
+
+    def restore() -> None:
+        for attributes, name, value in before:
+            attributes[name] = value
+
+    try:
+        for attributes, name, value in kept:
+            attributes[name] = value
+        yield
+    finally:
+        restore_in_full(restore)
