@@ -158,6 +158,22 @@ def test_flat_rows(device, capacity, held, monkeypatch):
     assert ((kept[0] & at_the_edge).sum(1) < at_the_edge.sum(1)).any()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of the masked may be infinite
+@pytest.mark.parametrize("mask", [torch.finfo(torch.bfloat16).min, -1e4])
+def test_masked_tokens_do_not_make_the_list_longer(device, mask):
+    """Guards against pivots drawn so far apart by tokens that a model masks that whole rows are searched, slowly."""
+    each = [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "temperature": 0.5}]
+    state, slots = admitted([request_with(**setting) for setting in each], 1000)
+    logits, listed = logits_of(1, 1000).expand(len(each), -1).clone(), []
+    for masked in (-math.inf, mask):
+        logits[:, :600] = masked
+        scores = prepared.score(logits.to(device), moved(state, device), slots.to(device))
+        truncate.find_bounds(scores, state, slots.to(device))
+        listed.append(scores.found.cpu())
+        on_both(logits, state, slots, Variant.FULL, device)
+    assert listed[0].equal(listed[1])
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy notices what a GPU does not
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
 def test_logits_that_are_not_numbers_show(device, value):

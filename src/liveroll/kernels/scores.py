@@ -25,7 +25,7 @@ class Scores(NamedTuple):
     Attributes:
         values: `[B, W]` float32, W ids that may be sampled.
         tops: `[B, blocks]` float32, the largest of each block.
-        sums: `[B, blocks]` float32, the sum of each block's finite scores.
+        sums: `[B, blocks]` float32, the sum of each block's scores, but for those that are infinite or masked.
         counts: `[B, blocks]` int32, how many those are.
         found: `[B]` int32 zeros.
     """
@@ -72,15 +72,17 @@ def _score_block(
         times = seen // IN_RESPONSE
         score = score - times.to(tl.float32) * frequency
         score = score - tl.where(times > 0, presence, 0.0)
+    # What a model or a bias masks by a large number would say nothing of how far down the others' scores go.
+    masked = score < -5000.0
     score = tl.div_rn(score, tl.load(own + TEMPERATURE))
     score = tl.where(score == 0.0, 0.0, score)  # the two zeros are equal, and so must be their bits
     tl.store(scores + row.to(tl.int64) * width + index, score, mask=inside)
 
-    finite = inside & (score > float("-inf")) & (score < float("inf"))
+    counted = inside & ~masked & (score > float("-inf")) & (score < float("inf"))
     at = row * BLOCKS + block
     tl.store(tops + at, tl.max(tl.where(inside, score, float("-inf")), 0))
-    tl.store(sums + at, tl.sum(tl.where(finite, score, 0.0), 0))
-    tl.store(counts + at, tl.sum(finite.to(tl.int32), 0))
+    tl.store(sums + at, tl.sum(tl.where(counted, score, 0.0), 0))
+    tl.store(counts + at, tl.sum(counted.to(tl.int32), 0))
     if block == 0:
         tl.store(found + row, 0)
 
