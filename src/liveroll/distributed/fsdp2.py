@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from liveroll.errors import UnsupportedModelError
 from liveroll.model.hooks import gathers_weights, without_hooks
 from liveroll.model.signature import walk
+from liveroll.model.versions import abandon_forwards
 
 
 class FullyShardedShards:
@@ -104,5 +105,6 @@ class FullyShardedShards:
         return sharded
 
     def _reshard(self) -> None:
+        abandon_forwards(self._units)
         for unit in self._units:
             unit.reshard()

@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.fx import GraphModule
 from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -137,6 +138,28 @@ def model_mesh(model: nn.Module) -> DeviceMesh | None:
     """
     mesh = getattr(model, "_device_mesh", None)
     return mesh if isinstance(mesh, DeviceMesh) else None
+
+
+def abandon_forwards(units: Iterable[FSDPModule]) -> None:
+    """Let units of `fully_shard` forget forwards that an exception ended, which still count as running.
+
+    Units that stay unsharded after a forward are not resharded while one runs, and the next one would go on with what
+    they gathered then. Nothing public tells that. `reset_iter_state`, which torch has since 2.13, also drops gradients
+    that are still to be added up.
+    """
+    states: list[Any] = [unit._get_fsdp_state() for unit in units]
+    if not any(state._training_state.name == "FORWARD" for state in states):
+        return
+    idle = type(states[0]._training_state).IDLE
+    for state in states:
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._modules_to_run_forward.clear()  # before 2.13 a unit of several modules would not gather otherwise
+        several = getattr(state, "_fsdp_param_groups", None)  # since 2.13
+        for group in [state._fsdp_param_group] if several is None else several:
+            if group is not None:
+                group.wait_for_unshard()  # of one that was gathered ahead
+                group._training_state = idle
 
 
 class AttentionSwitch:
