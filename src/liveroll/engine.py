@@ -49,6 +49,7 @@ class RolloutEngine:
         ConfigError: `config`, `tokenizer` or `tp_group` is something else, the file of costs was not measured for this
             model, or its layers are divided among other ranks than those of `tp_group`.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
+        EngineStateError: the process group that holds parts of the model has been destroyed.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class RolloutEngine:
 
         Raises:
             RankError: ranks of the group disagree about the model or the settings, or another one failed; or those of
-                a `tp_group` disagree about the call, or another one's is refused.
+                a `tp_group` disagree about the call, or another one's is refused; or those that hold the weights in
+                parts disagree about `gather_weights`.
             ConfigError: settings that exclude one another, or that transformers refuses.
             PromptError: a prompt that cannot be generated from, or a completion that cannot be continued.
             UnsupportedGenerationError: settings that the engine does not do exactly.
@@ -121,7 +123,8 @@ class RolloutEngine:
             FusionError: projections must be fused, and cannot be.
             GatherError: the weights must be gathered, and cannot be.
             LogitsError: the model's logits are not numbers.
-            EngineStateError: a stream of this engine is still open.
+            EngineStateError: a stream of this engine is still open, or the process group that holds parts of the model
+                has been destroyed.
         """
         inputs = Inputs(prompts, sampling, continue_from, response_prefix, max_seconds, max_total_tokens)
         if (ranks := check_group(group)) is not None:

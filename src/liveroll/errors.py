@@ -66,7 +66,7 @@ class KVMemoryError(LiverollError):
 
 
 class EngineStateError(LiverollError, RuntimeError):
-    """The engine was used while a stream was open, or was re-entered."""
+    """The engine was used while a stream was open, was re-entered, or outlived a process group that it needs."""
 
 
 class RankError(LiverollError, RuntimeError):

@@ -37,10 +37,10 @@ class Wrapper(nn.Module):
         return self.module(**arguments)
 
 
-def sharded(model, root=None):
+def sharded(model, root=None, mesh=None):
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(root or model)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(root or model, mesh=mesh)
 
 
 def is_sharded(model):

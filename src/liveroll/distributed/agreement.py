@@ -35,6 +35,21 @@ def least_of(number: int, group: dist.ProcessGroup | None, device: torch.device)
     return _reduce(number, dist.ReduceOp.MIN, group, device)
 
 
+def bounds(least: int, most: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
+    """The least and the most of the ranks' numbers: one all-reduce MAX.
+
+    Args:
+        least: the least number that this rank knows of.
+        most: the most.
+        group: the ranks.
+        device: where the group's backend reduces.
+    """
+    votes = torch.tensor([-least, most], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    least, most = votes.tolist()
+    return -least, most
+
+
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """What fails inside on one rank of a group fails on all of them: one all-reduce MAX at its end.

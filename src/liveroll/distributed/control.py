@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from liveroll.distributed.agreement import name_ranks
+from liveroll.distributed.lent import is_destroyed
 from liveroll.errors import ConfigError, RankError
 
 _BEAT = 2.0
@@ -49,14 +50,19 @@ def check_group(group: Any) -> ProcessGroup | None:
     """The group, or None where this rank has it to itself.
 
     Raises:
-        ConfigError: it is no process group, or this rank is not in it.
+        ConfigError: it is no process group, or one that was destroyed, or this rank is not in it.
     """
     if group is None:
         return None
-    if group == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
-        raise ConfigError("this rank is not in the group; only the ranks of a group may call generate with it")
+    not_here = "this rank is not in the group; only the ranks of a group may call generate with it"
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(not_here)
     if not isinstance(group, ProcessGroup):
         raise ConfigError(f"group must be a process group of torch.distributed, not a {type(group).__name__}")
+    if is_destroyed(group):
+        raise ConfigError("the group has been destroyed by destroy_process_group; give the one that is used now")
+    if dist.get_rank(group) < 0:
+        raise ConfigError(not_here)
     return group if group.size() > 1 else None
 
 

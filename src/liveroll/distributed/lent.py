@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from liveroll.errors import EngineStateError
@@ -31,9 +32,18 @@ class LentGroup:
         if self._reference is None:
             return None
         group = self._reference()
-        if group is None:
+        if group is None or is_destroyed(group):
             raise EngineStateError(
                 "the process group that computes the model's layers has been destroyed; make another engine with the "
                 "group that is used now"
             )
         return group
+
+
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Whether `destroy_process_group` has ended a group, which whoever holds it does not see it by."""
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return True
+    return False

@@ -7,10 +7,9 @@ from hashlib import blake2b
 from typing import TypeVar
 
 import torch
-from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from liveroll.distributed.agreement import check_agreement
+from liveroll.distributed.agreement import bounds, check_agreement
 from liveroll.distributed.exchange import gather_objects
 from liveroll.errors import RankError
 
@@ -65,7 +64,5 @@ def read_together(
 
 def _are_equal(text: str, group: ProcessGroup, device: torch.device) -> bool:
     digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
-    bounds = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    most, least = bounds.tolist()
-    return bool(most == -least)
+    least, most = bounds(digest, digest, group, device)
+    return least == most

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from liveroll.distributed.agreement import any_rank, least_of, name_ranks
-from liveroll.errors import ConfigError, UnsupportedModelError
+from liveroll.errors import ConfigError, EngineStateError, UnsupportedModelError
 from liveroll.model.signature import walk
 from liveroll.model.versions import model_mesh
 
@@ -50,6 +50,9 @@ def find_group(model: nn.Module) -> ProcessGroup | None:
 
     Returns:
         None where no layer is divided, or only one rank has all of it.
+
+    Raises:
+        EngineStateError: the group has been destroyed.
     """
     modules = walk(model)
     gathered = any(isinstance(module, FSDPModule) for module in modules)
@@ -67,12 +70,16 @@ def find_group(model: nn.Module) -> ProcessGroup | None:
 def _group_of(mesh: DeviceMesh, *, named: bool) -> ProcessGroup | None:
     """The group of a mesh's dimension `tp`, or of its only one where that need not have the name."""
     names = mesh.mesh_dim_names or ()
-    if "tp" in names:
-        group = mesh.get_group("tp")
-    elif mesh.ndim == 1 and not named and not {"fsdp", "dp", "pp"} & set(names):
-        group = mesh.get_group()
-    else:
+    alone = mesh.ndim == 1 and not named and not {"fsdp", "dp", "pp"} & set(names)
+    if "tp" not in names and not alone:
         return None
+    try:
+        group = mesh.get_group("tp" if "tp" in names else None)
+    except RuntimeError as error:
+        raise EngineStateError(
+            "the process group that computes the model's layers does not exist or has been destroyed; make the engine "
+            "between init_process_group and destroy_process_group, of a model divided since then"
+        ) from error
     return group if group.size() > 1 else None
 
 

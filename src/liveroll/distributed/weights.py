@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from liveroll.distributed.agreement import any_rank
+from liveroll.distributed.agreement import any_rank, bounds, check_agreement
+from liveroll.distributed.exchange import gather_objects
 from liveroll.distributed.fsdp2 import FullyShardedShards
 from liveroll.distributed.in_step import in_step
 from liveroll.distributed.zero3 import Zero3Shards
-from liveroll.errors import GatherError, UnsupportedModelError
+from liveroll.errors import EngineStateError, GatherError, UnsupportedModelError
 from liveroll.kv.budget import free_bytes
 
 logger = logging.getLogger("liveroll")
@@ -71,12 +73,22 @@ class ShardedWeights:
         self._model = model
         self._gather = gather
         self._mode = mode
+        self._divided = self._look() is not None
 
     def find(self) -> Shards | None:
-        """The model's parameters as ranks hold them in parts; None where each rank holds them all."""
-        if not torch.distributed.is_initialized():
-            return None
-        return Zero3Shards.of(self._given, self._model) or FullyShardedShards.of(self._given, self._model)
+        """The model's parameters as ranks hold them in parts; None where each rank holds them all.
+
+        Raises:
+            EngineStateError: the ranks can not bring them together any more.
+        """
+        if dist.is_initialized():
+            return self._look()
+        if self._divided:
+            raise EngineStateError(
+                "ranks hold the weights in parts, and their process group does not exist or has been destroyed; "
+                "make the engine and its calls between init_process_group and destroy_process_group"
+            )
+        return None
 
     @property
     def ranks(self) -> int:
@@ -96,7 +108,8 @@ class ShardedWeights:
             Whether ranks hold the weights in parts.
 
         Raises:
-            GatherError: `gather_weights` is True and the memory for it is not free on every rank; or they are not
+            RankError: `gather_weights` is not the same on all ranks.
+            GatherError: it is True and the memory for it is not free on every rank; or they are not
                 gathered, and forwards could not do that.
         """
         shards = self.find()
@@ -104,9 +117,9 @@ class ShardedWeights:
             yield False
             return
         obstacle = shards.layerwise_obstacle if meet is None else "ranks that wait for a group could not go on in step"
-        if self._gather is False:
-            _refuse(obstacle)
         if meet is not None:
+            if self._gather is False:
+                _refuse(obstacle)
             meet()
         if self._gathers(shards):
             with shards.gathered():
@@ -126,7 +139,11 @@ class ShardedWeights:
                 f"the weights are {shards.name}, and all ranks must run their calls to the end together; use generate"
             )
 
+    def _look(self) -> Shards | None:
+        return Zero3Shards.of(self._given, self._model) or FullyShardedShards.of(self._given, self._model)
+
     def _gathers(self, shards: Shards) -> bool:
+        self._agree(shards.groups)
         if self._gather is False:
             return False
         needed, device = shards.missing_bytes, self._model.device
@@ -143,6 +160,23 @@ class ShardedWeights:
         if short:
             logger.info("weights are gathered layer by layer: whole they take %d bytes of %d free", needed, free)
         return not short
+
+    def _agree(self, groups: Sequence[ProcessGroup]) -> None:
+        """Hold the ranks to one setting, or some would gather weights while others vote on forwards."""
+        device = self._model.device
+        least = most = ("auto", False, True).index(self._gather)
+        for group in groups:
+            least, most = bounds(least, most, group, device)
+        if least == most:
+            return
+        # Through the groups of a mesh, one after the other, each rank hears of all.
+        settings = {dist.get_rank(): {"RolloutConfig.gather_weights": repr(self._gather)}}
+        for group in groups:
+            for told in gather_objects(settings, group, device):
+                settings |= told
+        check_agreement(
+            [settings.get(rank, {}) for rank in range(1 + max(settings))], "the group that holds the weights"
+        )
 
     @torch.no_grad()
     def _idle(self) -> None:
