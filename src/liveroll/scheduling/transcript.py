@@ -26,7 +26,8 @@ class Transcript:
 
     def start(self, slot: int, tokens: np.ndarray, logprobs: np.ndarray, details: Details | None) -> None:
         """Begin a slot with the tokens that its request already has."""
-        self.counts[slot], self._kept[slot] = len(tokens), []
+        self.counts[slot] = len(tokens)
+        self._kept[slot] = []
         if len(tokens):
             self._tokens[slot, : len(tokens)] = tokens
             self._logprobs[slot, : len(logprobs)] = logprobs
