@@ -230,7 +230,7 @@ def test_a_prefix_is_run_once_for_a_group():
 
 @each_route
 def test_what_is_told_of_forced_tokens(route):
-    """Guards against what was told of other tokens standing at forced ones, or being lost where they are put in."""
+    """Guards against what was told of other tokens standing at forced ones, also in tensors, or lost behind them."""
     told = {"raw_logprobs": True, "top_logprobs": 2, "kept_tokens": 50, "top_k": 40}
     sampling = SamplingConfig(max_new_tokens=3, temperature=1.5, seed=1, **told)
     rollouts = engine(route=route)
@@ -248,6 +248,11 @@ def test_what_is_told_of_forced_tokens(route):
             forced = [value for value, mask in zip(after, completion.sampled_mask, strict=True) if not mask]
             assert forced == [blank] * (count - 3 + 2)
             assert blank not in [value for value, mask in zip(after, completion.sampled_mask, strict=True) if mask]
+    for either in (batch, again):
+        for whole, name in ((either.response_logprobs, "logprobs"), (either.response_raw_logprobs, "raw_logprobs")):
+            for row, completion in zip(whole.tolist(), either.completions, strict=True):
+                values = getattr(completion, name)
+                assert row == pytest.approx([*values, *[0.0] * (len(row) - len(values))], abs=1e-7)
     assert again.response_raw_logprobs.shape == again.loss_mask.shape
     assert not (again.response_raw_logprobs * (1 - again.loss_mask)).any()
 
