@@ -2,9 +2,10 @@
 
     python benchmarks/everything.py [JOB ...] [--out FOLDER] [--seconds S] [--deepspeed FOLDER] [--list]
 
-Without names all jobs run, longest first, one at a time on each GPU; those that are about several GPUs come last and
-have all of them. What a job prints is kept in FOLDER, and so are results. `--seconds` bounds the whole: a job that
-would not end in time, by what is expected on an H200, is left out. One that takes three times that is ended.
+Without names all jobs run, longest first, one at a time on each GPU. Those that are about several GPUs, or about what
+the host does, come last and alone, and have all GPUs. What a job prints is kept in FOLDER, and so are results.
+`--seconds` bounds the whole: a job that would not end in time, by what is expected on an H200, is left out. One that
+takes three times that is ended.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ class Job:
     Attributes:
         seconds: what it is expected to take on an H200, about.
         arguments: of Python, in the root of the repository.
-        several: it is about all GPUs together.
+        alone: nothing runs beside it, as it is about all GPUs together or about what the host does.
     """
 
     seconds: int
     arguments: tuple[str, ...]
-    several: bool = False
+    alone: bool = False
 
 
-def _benchmark(seconds: int, text: str, several: bool = False) -> Job:
-    return Job(seconds, tuple(f"benchmarks/{text}".split()), several)
+def _benchmark(seconds: int, text: str, alone: bool = False) -> Job:
+    return Job(seconds, tuple(f"benchmarks/{text}".split()), alone)
 
 
-def _tests(seconds: int, *paths: str, workers: int = 1, several: bool = False) -> Job:
+def _tests(seconds: int, *paths: str, workers: int = 1, alone: bool = False) -> Job:
     """Tests, where `workers` processes share the GPU: most of their time goes into compiling kernels."""
     shared = ("-p", "no:benchmark", "-n", str(workers)) if workers > 1 else ()
-    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), several)
+    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), alone)
 
 
 JOBS = {
-    "lifecycle-speed": _benchmark(40, "lifecycle.py --part speed"),
+    "lifecycle-speed": _benchmark(40, "lifecycle.py --part speed", alone=True),
     "lifecycle-bfloat16": _benchmark(60, "lifecycle.py --part bfloat16"),
     "lifecycle-float32": _benchmark(80, "lifecycle.py --part float32"),
     "sampling": _benchmark(40, "sampling.py --step-ms 2.58"),
@@ -69,9 +70,9 @@ JOBS = {
     "decode-long": _benchmark(300, "decode.py --cases long,longer --contenders fused --name decode-long --repeats 3"),
     "decode-curve": _benchmark(300, "decode.py --cases A --contenders fused --name decode-curve --curve --repeats 1"),
     "prefill": _benchmark(300, "prefill.py --fuse --compile"),
-    "routes-captured": _benchmark(260, "routes.py --model 3B --modes captured --seconds 130"),
-    "routes-eager": _benchmark(260, "routes.py --model 3B --modes eager --seconds 130"),
-    "routes-tiny": _benchmark(200, "routes.py --model tiny --modes captured --seconds 60"),
+    "routes-captured": _benchmark(160, "routes.py --model 3B --modes captured --seconds 130"),
+    "routes-eager": _benchmark(380, "routes.py --model 3B --modes eager --case-seconds 6 --seconds 300", alone=True),
+    "routes-tiny": _benchmark(60, "routes.py --model tiny --modes captured --seconds 60", alone=True),
     "groups": _benchmark(150, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
     "tests-kernels": _tests(100, "kernels", workers=8),
@@ -83,10 +84,10 @@ JOBS = {
         60, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
     ),
     "tests-trainers": _tests(50, "gpu/test_gpu_trainers.py"),
-    "tests-ranks": _tests(100, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", several=True),
-    "ranks": _benchmark(300, "ranks.py --rounds 6 --limit 75", several=True),
-    "ranks-8B": _benchmark(120, "ranks.py --model 8B --parts tp", several=True),
-    "ranks-32B": _benchmark(150, "ranks.py --model 32B --parts tp", several=True),
+    "tests-ranks": _tests(100, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", alone=True),
+    "ranks": _benchmark(300, "ranks.py --rounds 6 --limit 75", alone=True),
+    "ranks-8B": _benchmark(120, "ranks.py --model 8B --parts tp", alone=True),
+    "ranks-32B": _benchmark(150, "ranks.py --model 32B --parts tp", alone=True),
 }
 
 
@@ -177,8 +178,8 @@ def main() -> int:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(out, arguments.deepspeed and arguments.deepspeed.resolve(), arguments.seconds)
-    runner.run([name for name in names if not JOBS[name].several], gpus)
-    runner.run([name for name in names if JOBS[name].several], [",".join(gpus)])
+    runner.run([name for name in names if not JOBS[name].alone], gpus)
+    runner.run([name for name in names if JOBS[name].alone], [",".join(gpus)])
     report("everything", {"gpus": len(gpus), "jobs": runner.done}, out)
     return int(any(done["status"].startswith(("failed", "took")) for done in runner.done.values()))
 
