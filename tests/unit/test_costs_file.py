@@ -198,3 +198,16 @@ def test_changed_sources_have_another_fingerprint(tmp_path, monkeypatch, room):
     assert changed != before
     file.rename(file.with_name("renamed.py"))
     assert fingerprint_sources() not in (before, changed)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "grid", "measure", "readings", "workloads"])
+def test_costs_measured_in_another_way_have_another_fingerprint(tmp_path, monkeypatch, name):
+    """Guards against costs, or samples of an interrupted run, of calls that were of other lengths under one name."""
+    package = tmp_path / "liveroll"
+    shutil.copytree(costs_file._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    before = fingerprint_sources()
+    monkeypatch.setattr(costs_file, "_PACKAGE", package)
+    assert fingerprint_sources() == before
+    file = package / "tools" / f"{name}.py"
+    file.write_text(file.read_text("utf-8") + "\n# changed\n", "utf-8")
+    assert fingerprint_sources() != before

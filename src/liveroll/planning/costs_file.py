@@ -18,6 +18,7 @@ from liveroll.planning.json_file import read_json
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kv", "planning", "prefill")
+_MEASURING = ("calibrate", "grid", "measure", "readings", "workloads")
 _KEYS = ("coefficients", "metadata", "points")
 
 
@@ -42,7 +43,7 @@ class CostsOrigin:
         torch: version.
         transformers: version.
         triton: version, `none` where it is not installed.
-        sources: hash over the sources that plan, prefill and store keys and values.
+        sources: hash over the sources that plan, prefill, store keys and values, and measure.
     """
 
     model_type: str
@@ -140,12 +141,12 @@ def check_origin(path: Path, given: CostsOrigin, here: CostsOrigin) -> None:
 
 
 def fingerprint_sources() -> str:
-    """Hash the sources of the rooms that costs depend on: those that plan, prefill and store keys and values."""
+    """Hash the sources that costs depend on: those that plan, prefill and store keys and values, and that measure."""
     digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((_PACKAGE / room).rglob("*.py")):
-            digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+    paths = [path for room in _ROOMS for path in sorted((_PACKAGE / room).rglob("*.py"))]
+    for path in (*paths, *(_PACKAGE / "tools" / f"{name}.py" for name in _MEASURING)):
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
