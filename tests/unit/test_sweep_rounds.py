@@ -10,6 +10,7 @@ import zoo
 
 from liveroll import RolloutConfig, RolloutEngine
 from liveroll.planning.costs_file import write_costs
+from liveroll.tools import sweep as sweep_module
 from liveroll.tools import sweep_calls, sweep_rounds
 from liveroll.tools.calibrate import calibrate
 from liveroll.tools.grid import WorkloadRange
@@ -180,6 +181,16 @@ def test_time_that_runs_out_leaves_cases_out(costs):
     """Guards against a sweep that is killed, and with it all that was found."""
     assert sweep(MODEL, WORKLOADS, (2, 3), costs, repeats=1, seconds=0.0) == []
     assert len(sweep(MODEL, WORKLOADS, (2, 3), costs, repeats=1, seconds=600.0)) == 4
+
+
+def test_the_time_of_all_ends_repeats(costs, monkeypatch):
+    """Guards against a sweep of a second that repeats its first case for five."""
+    given = []
+    monkeypatch.setattr(sweep_module, "_run", lambda case, track, repeats, seconds: given.append(seconds))
+    sweep(MODEL, WORKLOADS[:1], (2,), costs, case_seconds=5.0, seconds=3.0)
+    sweep(MODEL, WORKLOADS[:1], (2,), costs, case_seconds=5.0, seconds=600.0)
+    assert 0 < given[0] < 3.0
+    assert given[1] == 5.0
 
 
 def test_a_call_that_captures_is_not_counted():

@@ -53,7 +53,8 @@ def sweep(
         config: of the engines; its route and costs are not used.
         repeats: how often each is timed, at most.
         case_seconds: what the repeats of one workload at one budget may take.
-        seconds: what all may take. Cases that are expected to exceed it are left out; small budgets come first.
+        seconds: what all may take, repeats too. Cases that are expected to exceed it are left out; small budgets come
+            first.
         reference: what to check the tokens against; None checks nothing.
         tick: called before each call with what is about to run.
         keep: called with each case that is done.
@@ -90,7 +91,8 @@ def sweep(
                     continue
                 if not track.cases:
                     track.prepare(case, max(new_tokens))
-                _run(case, track, repeats, case_seconds)
+                left = seconds - (time.perf_counter() - began)
+                _run(case, track, repeats, min(case_seconds, left))
                 track.close(case)
                 keep(case)
     return [case for track in tracks for case in track.cases]
