@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from liveroll.cli import app
 from liveroll.planning.costs_file import read_costs
+from liveroll.tools import calibrate_run
 from liveroll.tools.calibrate_run import journal_path
 from liveroll.tools.grid import WorkloadRange, plan_grid
 from liveroll.tools.journal import Journal, meta_path
@@ -111,6 +114,17 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     assert read_costs(out).points
     assert not journal.exists()
     assert not meta_path(journal).exists()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Journal, "write"), (calibrate_run, "write_costs")])
+def test_a_calibration_on_a_full_disk(owner, name, tmp_path, monkeypatch):
+    """Guards against a traceback where samples, or the costs, cannot be written after all."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(owner, name, full)
+    assert "No space left" in calibrate(tmp_path / "costs.json", expect=2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import zoo
@@ -15,6 +18,7 @@ from liveroll.tools.reference import Reference
 from liveroll.tools.sweep import changes_for, sweep
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
 from liveroll.tools.sweep_file import read_sweep, write_sweep
+from liveroll.tools.sweep_report import write_report
 from liveroll.tools.sweep_result import (
     AUTO,
     AUTO_PADDED,
@@ -71,6 +75,15 @@ def test_ratios():
     assert case.tokens_per_second("packed") == pytest.approx(3 * 2 / 11.0 * 1e3)
 
 
+def test_noise_is_of_calls():
+    """Guards against an extension from smaller budgets, which nothing was timed for, that is counted as noise."""
+    case = case_of()
+    case.results["equal_width"].same_as = "bucketed"
+    assert case.noise == pytest.approx(20.0 / 12.0 - 1)
+    case.results["equal_width"].extended_ms = 30.0
+    assert case.noise == pytest.approx(12.0 / 11.0 - 1)
+
+
 def test_the_summary_is_of_the_worst():
     """Guards against a regression hidden behind a mean."""
     good = case_of({**TIMES, AUTO: [11.0] * 3}, agreement=0.75)
@@ -120,6 +133,10 @@ def test_a_file_that_lacks_a_route(tmp_path):
         (lambda content: packed(content).update(predicted_ms=None), "packed of workload 'w' has an estimate"),
         (lambda content: packed(content).update(taken="bus"), "packed of workload 'w' took 'bus'"),
         (lambda content: packed(content).update(same_as="bus"), "packed of workload 'w' does the work of 'bus'"),
+        (lambda content: packed(content).update(agreement="x"), "packed of workload 'w' has an agreement"),
+        (lambda content: packed(content).update(agreement=1.5), "packed of workload 'w' has an agreement"),
+        (lambda content: packed(content).update(peak_bytes="1"), "packed of workload 'w' has peak_bytes"),
+        (lambda content: packed(content).update(padded_tokens="1"), "a number of padded_tokens that is none"),
     ],
 )
 def test_a_file_that_was_edited(edit, message, tmp_path):
@@ -131,6 +148,30 @@ def test_a_file_that_was_edited(edit, message, tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=f"is no sweep that `liveroll sweep` wrote: .*{message}"):
         read_sweep(path)
+
+
+def test_a_model_whose_size_is_no_number(tmp_path):
+    """Guards against a traceback where a sweep is said to be of so many parameters."""
+    odd = sweep_of(case_of())
+    odd.origin.update(model_type="llama", parameters="many", device="cpu")
+    page, *_ = write_report(odd, tmp_path / "page.html")
+    assert "The model is not named." in page.read_text("utf-8")
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    """Guards against a traceback where what was found cannot be written after all."""
+    found = sweep_of(case_of())
+
+    def full(self, content, *encoding):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"cannot write to .*page-times-2\.png: No space left"):
+        write_report(found, tmp_path / "page.html")
+    monkeypatch.setattr(Path, "write_text", full)
+    for write in (lambda path: write_sweep(path, found), lambda path: write_report(found, path)):
+        with pytest.raises(ConfigError, match=r"cannot write to .*out: No space left"):
+            write(tmp_path / "out")
 
 
 def packed(content):

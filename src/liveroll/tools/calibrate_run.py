@@ -20,7 +20,7 @@ from liveroll.planning.fit import COEFFICIENTS, Measurement, errors_of
 from liveroll.tools.checkpoint import load_checkpoint
 from liveroll.tools.grid import Cell, WorkloadRange, plan_grid
 from liveroll.tools.journal import Fingerprint, Journal, find_resumption, meta_path
-from liveroll.tools.outputs import check_output
+from liveroll.tools.outputs import check_output, writing
 
 if TYPE_CHECKING:
     from liveroll.tools.calibrate import Calibration
@@ -117,12 +117,14 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
 
         def keep(sample: Sample) -> None:
             times = {"wall_ms": sample.wall_ms, "prefill_ms": sample.prefill_ms, "decode_ms": sample.decode_ms}
-            journal.write({"index": indexes[sample.id], "id": sample.id, **times})
+            with writing(path):
+                journal.write({"index": indexes[sample.id], "id": sample.id, **times})
             bar.advance(sample.cell)
 
         try:
             calibration = calibrate(model, work, config, repeats=options.repeats, known=known, keep=keep)
-            write_costs(options.out, calibration.file)
+            with writing(options.out):
+                write_costs(options.out, calibration.file)
         except BaseException:
             if not path.stat().st_size:
                 _forget(path)

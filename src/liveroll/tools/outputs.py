@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from liveroll.errors import ConfigError
@@ -28,6 +30,22 @@ def check_output(out: Path, *inputs: Path) -> None:
     for path in inputs:
         if out.exists() and path.exists() and out.samefile(path):
             raise ConfigError(f"cannot write to {out}: it would replace {path}, which is read; give another --out")
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Name the file where what writes it fails after all, as on a disk that is full.
+
+    Args:
+        out: the file.
+
+    Raises:
+        ConfigError: in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error.strerror}") from error
 
 
 def make_folder(out: Path) -> None:

@@ -12,14 +12,20 @@ from typing import Any
 from liveroll.errors import ConfigError
 from liveroll.planning.fit import Measurement
 from liveroll.planning.json_file import read_json
+from liveroll.tools.outputs import writing
 from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult, SweepResult
 
 _PARTS: Sequence[str] = ("origin", "coefficients", "points", "settings")
 _FIELDS = tuple(entry.name for entry in fields(RouteResult))
+_COUNTS = ("prefill_forwards", "prefill_tokens", "padded_tokens", "decode_steps")
 
 
 def write_sweep(path: Path, sweep: SweepResult) -> None:
-    """Write a sweep as JSON, with what follows from its times."""
+    """Write a sweep as JSON, with what follows from its times.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     cases = [
         {
             "workload": case.workload,
@@ -42,8 +48,9 @@ def write_sweep(path: Path, sweep: SweepResult) -> None:
         for case in sweep.cases
     ]
     content = {**{name: getattr(sweep, name) for name in _PARTS}, "cases": cases, "summary": sweep.summary()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def read_sweep(path: Path) -> SweepResult:
@@ -93,6 +100,11 @@ def _check_result(result: RouteResult, where: str) -> None:
     _expect(_is_time(result.predicted_ms, low_open=False), f"{where} has an estimate that is no number of at least 0")
     _expect(result.taken in MANUAL, f"{where} took {result.taken!r}, which is no route")
     _expect(result.same_as in ("", *MANUAL), f"{where} does the work of {result.same_as!r}, which is no route")
+    for name in _COUNTS:
+        _expect(_is_count(getattr(result, name)), f"{where} has a number of {name} that is none")
+    _expect(result.peak_bytes is None or _is_count(result.peak_bytes), f"{where} has peak_bytes that are no number")
+    share = result.agreement
+    _expect(share is None or (_is_time(share, low_open=False) and share <= 1), f"{where} has an agreement of no share")
 
 
 def _check_point(point: dict[str, Any]) -> None:
@@ -102,6 +114,10 @@ def _check_point(point: dict[str, Any]) -> None:
 
 def _are_counts(lengths: Sequence[Any], *others: Any) -> bool:
     return bool(lengths) and all(isinstance(value, int) and value >= 1 for value in (*lengths, *others))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _is_time(value: Any, *, low_open: bool = True) -> bool:

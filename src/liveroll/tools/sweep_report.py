@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from liveroll.tools.outputs import check_output
+from liveroll.tools.outputs import check_output, writing
 from liveroll.tools.sweep_charts import describe_lengths, draw_buckets, draw_costs, draw_times
 from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, MARKS, TOLERANCE, Case, SweepResult
 
@@ -43,15 +43,17 @@ def write_report(sweep: SweepResult, out: Path) -> list[Path]:
         The files written, the page first.
 
     Raises:
-        ConfigError: the page cannot be written to.
+        ConfigError: the page, or a chart, cannot be written to.
     """
     check_output(out)
     images = {name: _png(figure) for name, figure in _charts(sweep).items()}
-    out.write_text(_page(sweep, images), "utf-8")
+    with writing(out):
+        out.write_text(_page(sweep, images), "utf-8")
     written = [out]
     for name, image in images.items():
         path = out.with_name(f"{out.stem}-{name}.png")
-        path.write_bytes(image)
+        with writing(path):
+            path.write_bytes(image)
         written.append(path)
     return written
 
@@ -105,7 +107,7 @@ def _subject(sweep: SweepResult) -> str:
     """What was timed, in a line."""
     origin = sweep.origin
     names = ("model_type", "parameters", "dtype", "device")
-    if not all(name in origin for name in names):
+    if not all(name in origin for name in names) or not isinstance(origin["parameters"], int):
         return "The model is not named."
     return f"{origin['model_type']} of {origin['parameters']:,} parameters, {origin['dtype']}, on {origin['device']}"
 
