@@ -116,13 +116,20 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     assert not meta_path(journal).exists()
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Journal, "write"), (calibrate_run, "write_costs")])
-def test_a_calibration_on_a_full_disk(owner, name, tmp_path, monkeypatch):
+def fill(journal):
+    os.dup2(os.open("/dev/full", os.O_WRONLY), journal._file.fileno())
+    return journal
+
+
+def cannot_write(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "full"), [(Journal, "__enter__", fill), (calibrate_run, "write_costs", cannot_write)]
+)
+def test_a_calibration_on_a_full_disk(owner, name, full, tmp_path, monkeypatch):
     """Guards against a traceback where samples, or the costs, cannot be written after all."""
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(owner, name, full)
     assert "No space left" in calibrate(tmp_path / "costs.json", expect=2)
 

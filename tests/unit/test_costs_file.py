@@ -184,14 +184,20 @@ def test_the_limit_is_the_smaller_one():
     assert limit(costs=CostModel(), prefill_max_tokens=None) == 65536
 
 
-@pytest.mark.parametrize("room", ["planning", "kv", "prefill"])
-def test_changed_sources_have_another_fingerprint(tmp_path, monkeypatch, room):
-    """Guards against costs of an older prefill, planner or KV storage."""
-    package = tmp_path / "liveroll"
-    shutil.copytree(costs_file._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
-    before = fingerprint_sources()
-    monkeypatch.setattr(costs_file, "_PACKAGE", package)
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the package, in whose place it is fingerprinted."""
+    copy, before = tmp_path / "liveroll", fingerprint_sources()
+    shutil.copytree(costs_file._PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    monkeypatch.setattr(costs_file, "_PACKAGE", copy)
     assert fingerprint_sources() == before
+    return copy
+
+
+@pytest.mark.parametrize("room", ["planning", "kv", "prefill"])
+def test_changed_sources_have_another_fingerprint(package, room):
+    """Guards against costs of an older prefill, planner or KV storage."""
+    before = fingerprint_sources()
     file = sorted((package / room).glob("*.py"))[-1]
     file.write_text(file.read_text("utf-8") + "\n# changed\n", "utf-8")
     changed = fingerprint_sources()
@@ -201,13 +207,9 @@ def test_changed_sources_have_another_fingerprint(tmp_path, monkeypatch, room):
 
 
 @pytest.mark.parametrize("name", ["calibrate", "grid", "measure", "readings", "workloads"])
-def test_costs_measured_in_another_way_have_another_fingerprint(tmp_path, monkeypatch, name):
+def test_costs_measured_in_another_way_have_another_fingerprint(package, name):
     """Guards against costs, or samples of an interrupted run, of calls that were of other lengths under one name."""
-    package = tmp_path / "liveroll"
-    shutil.copytree(costs_file._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
     before = fingerprint_sources()
-    monkeypatch.setattr(costs_file, "_PACKAGE", package)
-    assert fingerprint_sources() == before
     file = package / "tools" / f"{name}.py"
     file.write_text(file.read_text("utf-8") + "\n# changed\n", "utf-8")
     assert fingerprint_sources() != before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,13 @@ def test_an_output_path_that_cannot_be_written_is_refused(tmp_path: Path) -> Non
         find_resumption(tmp_path / "missing" / "out.jsonl", RUN, IDS)
     with pytest.raises(ConfigError, match="it is not a file"):
         find_resumption(tmp_path, RUN, IDS)
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """Guards against a traceback of what writes or closes, in place of the name of the file."""
+    out = tmp_path / "rows.jsonl"
+    journal = Journal(out, RUN, find_resumption(out, RUN, IDS))
+    os.dup2(os.open("/dev/full", os.O_WRONLY), journal._file.fileno())
+    for act in (lambda: journal.write(row(0)), lambda: journal.__exit__(None, None, None)):
+        with pytest.raises(ConfigError, match=r"cannot write to .*rows\.jsonl: No space left"):
+            act()

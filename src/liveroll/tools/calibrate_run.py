@@ -117,8 +117,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> Calibration:
 
         def keep(sample: Sample) -> None:
             times = {"wall_ms": sample.wall_ms, "prefill_ms": sample.prefill_ms, "decode_ms": sample.decode_ms}
-            with writing(path):
-                journal.write({"index": indexes[sample.id], "id": sample.id, **times})
+            journal.write({"index": indexes[sample.id], "id": sample.id, **times})
             bar.advance(sample.cell)
 
         try:

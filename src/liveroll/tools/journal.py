@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from liveroll.errors import ConfigError
-from liveroll.tools.outputs import check_output
+from liveroll.tools.outputs import check_output, writing
 
 Fingerprint = dict[str, Any]
 
@@ -80,10 +80,9 @@ class Journal:
     """
 
     def __init__(self, out: Path, fingerprint: Fingerprint, resumption: Resumption) -> None:
-        try:
+        self._out = out
+        with writing(out):
             self._file = out.open("ab")
-        except OSError as error:
-            raise ConfigError(f"cannot write to {out}: {error.strerror}") from error
         try:
             _lock(self._file)
             if os.fstat(self._file.fileno()).st_size != resumption.size:
@@ -101,16 +100,23 @@ class Journal:
             raise
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add one row, whole: a kill after this call loses nothing, one during it leaves a torn last line."""
+        """Add one row, whole: a kill after this call loses nothing, one during it leaves a torn last line.
+
+        Raises:
+            ConfigError: the file cannot be written to any more.
+        """
         line = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        self._file.write(line.encode("utf-8") + b"\n")
-        self._file.flush()
+        with writing(self._out):
+            self._file.write(line.encode("utf-8") + b"\n")
+            self._file.flush()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        # What could not be written is tried once more.
+        with writing(self._out):
+            self._file.close()
 
 
 def _lock(file: BinaryIO) -> None:

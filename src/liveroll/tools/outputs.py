@@ -33,11 +33,11 @@ def check_output(out: Path, *inputs: Path) -> None:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Name the file where what writes it fails after all, as on a disk that is full.
+def writing(out: Path | str) -> Iterator[None]:
+    """Name what is written where that fails after all, as on a disk that is full.
 
     Args:
-        out: the file.
+        out: the file, or what to call it.
 
     Raises:
         ConfigError: in the place of an OSError.
@@ -54,9 +54,7 @@ def make_folder(out: Path) -> None:
     Raises:
         ConfigError: it cannot be made, or nothing may be written to it.
     """
-    try:
+    with writing(f"the folder {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to the folder {out}: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise ConfigError(f"cannot write to the folder {out}: it may not be written to")

@@ -107,10 +107,9 @@ class Case:
         best = self.results[self.best()]
         pairs = [best.range_ms]
         for result in self.results.values():
-            if result.same_as and not result.borrowed:
-                both = (result, self.results[result.same_as])
-                if all(run.extended_ms is None for run in both):
-                    pairs.append((both[0].least_ms, both[1].least_ms))
+            other = self.results.get(result.same_as)
+            if other is not None and not result.borrowed and result.extended_ms is None and other.extended_ms is None:
+                pairs.append((result.least_ms, other.least_ms))
         return max(max(pair) / min(pair) for pair in pairs) - 1
 
     def choice_ratio(self, contender: str = AUTO) -> float:

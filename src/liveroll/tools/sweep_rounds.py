@@ -79,7 +79,7 @@ def next_round(case: Case, repeats: int, ms_left: float) -> list[str]:
         ms_left: what the repeats of the case may still take.
     """
     results = {name: case.results[name] for name in runs_in(case) if len(case.results[name].ms) < repeats}
-    near = [name for name, result in results.items() if result.range_ms[0] <= _reach(result) * _best_ms(case, name)]
+    near = [name for name, result in results.items() if result.least_ms <= _reach(result) * _best_ms(case, name)]
     near += [name for name in (AUTO, AUTO_PADDED) if name in results and name not in near]
     if near and sum(results[name].least_ms for name in near) <= ms_left:
         return near
