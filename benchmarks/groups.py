@@ -3,8 +3,9 @@
     python benchmarks/groups.py [--small] [--slots N] [--out FOLDER] [--repeats N]
 
 64 prompts of 256 tokens with 8 samples each, at temperature 1 and 256 new tokens, on the 3B geometry in bf16; the same
-with prompts of 250 tokens, whose last page is shared by copies; and 512 prompts of 256 with one sample each. `--small`
-runs a few short ones on the embedded model, on a CPU.
+with the keys of a prompt read once for several samples; with prompts of 250 tokens, whose last page is copied; and 512
+prompts of 256 with one sample each. Besides, 8 prompts of 2,000 tokens with 16 samples each, their keys read for each
+sample and once for several. `--small` runs a few short ones on the embedded model, on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import build, median, milliseconds, prompts_of, report
@@ -35,6 +36,7 @@ def measure(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingC
         "preemptions": stats.preemptions,
         "peak pages": stats.peak_pages,
         "new tokens": stats.new_tokens,
+        "keys read once": stats.cascade,
         "captures in the last call": stats.captures,
         "eager because": stats.eager_reason,
     }
@@ -55,7 +57,6 @@ def main() -> None:
         model = build("3B", torch.bfloat16, "cuda")
         count, samples, width, new = 64, 8, 256, 256
     slots = arguments.slots or count * samples
-    engine = RolloutEngine(model, config=RolloutConfig(max_slots=slots, max_length=width + new))
 
     def prompts(rows: int, length: int) -> list[list[int]]:
         if not arguments.small:
@@ -63,8 +64,13 @@ def main() -> None:
         generator = random.Random(1)
         return [[generator.randrange(4, model.config.vocab_size) for _ in range(length)] for _ in range(rows)]
 
-    def sampling(n: int) -> SamplingConfig:
-        return SamplingConfig(n=n, temperature=1.0, top_k=0, seed=1, max_new_tokens=new, stop_token_ids=())
+    def sampled(
+        rows: int, length: int, n: int, cascade: bool | Literal["auto"] = False, slots: int = slots
+    ) -> dict[str, Any]:
+        sampling = SamplingConfig(n=n, temperature=1.0, top_k=0, seed=1, max_new_tokens=new, stop_token_ids=())
+        config = RolloutConfig(max_slots=slots, max_length=length + new, cascade=cascade)
+        with RolloutEngine(model, config=config) as engine:
+            return measure(engine, prompts(rows, length), sampling, arguments.repeats)
 
     result: dict[str, Any] = {
         "prompts": count,
@@ -72,11 +78,14 @@ def main() -> None:
         "prompt length": width,
         "new tokens a row": new,
         "slots": slots,
-        "page size": engine.config.page_size,
-        "shared": measure(engine, prompts(count, width), sampling(samples), arguments.repeats),
-        "shared, last page in part": measure(engine, prompts(count, width - 6), sampling(samples), arguments.repeats),
-        "nothing shared": measure(engine, prompts(count * samples, width), sampling(1), arguments.repeats),
+        "shared": sampled(count, width, samples),
+        "shared, last page in part": sampled(count, width - 6, samples),
+        "nothing shared": sampled(count * samples, width, 1),
     }
+    if not arguments.small:
+        result["shared, read once"] = sampled(count, width, samples, cascade=True)
+        result["8 prompts of 2,000 with 16 samples"] = sampled(8, 2000, 16, slots=128)
+        result["8 prompts of 2,000 with 16 samples, read once"] = sampled(8, 2000, 16, cascade=True, slots=128)
     result["nothing shared / shared"] = round(result["nothing shared"]["ms"] / result["shared"]["ms"], 3)
     report("groups-small" if arguments.small else "groups", result, arguments.out)
 

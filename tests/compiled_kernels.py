@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from liveroll.attention.layout import SharedPrefixes
 from liveroll.decode.sampler import Variant
 from liveroll.kernels.few_rows import gated_product, normed_product
 from liveroll.kernels.kv_write import write_kv
@@ -25,6 +26,7 @@ from liveroll.kernels.move import move
 from liveroll.kernels.packed_attention import packed_attention
 from liveroll.kernels.page_copy import copy_pages
 from liveroll.kernels.paged_attention import paged_attention
+from liveroll.kernels.prefix_attention import attend_prefixes, rows_together
 from liveroll.kernels.sample import sample_fused
 from liveroll.scheduling.details import NOTHING, Wanted
 
@@ -66,6 +68,15 @@ def compile_attention(dtype: torch.dtype, dim: int, rows: int, **traits: Any) ->
     table, arrived = torch.zeros(rows, 256, dtype=torch.int32), torch.zeros(rows * kv_heads, dtype=torch.int32)
     paged_attention(query, key, value, keys, values, table, numbers, numbers, arrived, longest=4096, **traits)
     packed_attention(query, key, value, numbers, **traits)
+    members = torch.zeros(rows // 2, rows_together(heads // kv_heads, dtype), dtype=torch.int32)
+    prefixes = SharedPrefixes(members, members[:, 0], table[:, 0])
+    alike = {"scale": 0.1, "softcap": traits["softcap"]}
+    prefix = attend_prefixes(query, keys, values, table, prefixes, longest=4096, **alike)
+    lasting = (table, numbers, numbers, arrived)
+    sinks = traits["sinks"]
+    paged_attention(
+        query, key, value, keys, values, *lasting, longest=4096, window=None, sinks=sinks, prefix=prefix, **alike
+    )
 
 
 def compile_all() -> None:

@@ -69,6 +69,10 @@ class RolloutConfig:
             product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
             without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
             cannot be fused, and `engine.fusion` says why; True makes that an error.
+        cascade: whether attention in decode steps reads the keys of a prompt once for several of its samples, on a GPU,
+            where the pages of a prompt are shared. `auto` does in calls in which that spares enough; True does in all
+            where samples share pages, and needs a GPU. Numbers then differ by rounding from those of rows that read all
+            keys for themselves.
         gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole
             call, which is then captured like any other. False gathers them layer by layer in every forward, all ranks
             in step. `auto` gathers them whole where memory allows on every rank; True makes that an error.
@@ -108,6 +112,7 @@ class RolloutConfig:
     capture: bool | Literal["auto"] = "auto"
     compile: bool | Literal["auto"] = False
     fuse: bool | Literal["auto"] = False
+    cascade: bool | Literal["auto"] = "auto"
     gather_weights: bool | Literal["auto"] = "auto"
     max_captures: int | None = None
     run_ahead: int | None = None
@@ -134,7 +139,7 @@ class RolloutConfig:
         check_whole(self, "prefill_max_tokens", low=1, optional=True)
         check_choice(self, "fallback", get_args(Fallback))
         check_flag(self, "training_mode", optional=True, besides="None")
-        for name in ("capture", "prefill_capture", "compile", "fuse", "gather_weights"):
+        for name in ("capture", "prefill_capture", "compile", "fuse", "cascade", "gather_weights"):
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
         check_whole(self, "prefill_capture_tokens", low=1)
@@ -173,6 +178,19 @@ def no_prefill_capture(config: RolloutConfig, device_type: str) -> str | None:
     if config.prefill_capture == "auto" and device_type != "cuda":
         return "prefill_capture='auto' captures prefills on a GPU only"
     return None
+
+
+def check_device(config: RolloutConfig, device_type: str) -> None:
+    """Refuse settings that a kind of device does not have.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    if config.cascade is True and device_type != "cuda":
+        raise ConfigError(
+            f"RolloutConfig.cascade is True and the model is on a device of type {device_type}, where attention reads "
+            "keys for each row; set cascade='auto'"
+        )
 
 
 def _check_auto_routes(config: RolloutConfig) -> None:

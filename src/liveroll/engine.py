@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from liveroll.completion import Completion
-from liveroll.config import RolloutConfig, check_config
+from liveroll.config import RolloutConfig, check_config, check_device
 from liveroll.decode.decoder import Decoder
 from liveroll.distributed.control import check_group
 from liveroll.distributed.rollout import Gather, check_gather
@@ -47,7 +47,8 @@ class RolloutEngine:
 
     Raises:
         ConfigError: `config`, `tokenizer` or `tp_group` is something else, the file of costs was not measured for this
-            model, or its layers are divided among other ranks than those of `tp_group`.
+            model, its layers are divided among other ranks than those of `tp_group`, or the configuration asks for what
+            its device does not have.
         UnsupportedModelError: the model cannot be rolled out, and the configuration allows no fallback for it.
         EngineStateError: the process group that holds parts of the model has been destroyed.
     """
@@ -63,6 +64,7 @@ class RolloutEngine:
         self.config = check_config(config)
         self.tokenizer = check_tokenizer(tokenizer)
         self._model: PreTrainedModel = unwrap(model)
+        check_device(self.config, self._model.device.type)
         ranks = choose_group(self._model, tp_group)
         refusal: UnsupportedModelError | None = None
         try:
@@ -238,7 +240,7 @@ class RolloutEngine:
     @property
     def compilations(self) -> list[str]:
         """Why decode steps and captured prefills were compiled, each time they were."""
-        return [*self._decoder.forward.compilations, *self._decoder.prefill.forward.compilations]
+        return [*self._decoder.steps.forward.compilations, *self._decoder.prefill.forward.compilations]
 
     @property
     def fusion(self) -> RolloutFusion:

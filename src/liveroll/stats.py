@@ -64,18 +64,19 @@ class StatsRecorder:
         new_tokens = sum(request.new for request in requests)
         first_tokens = sum(request.new > 0 for request in requests)
         shared = preemptions = peak = 0
+        cascade = False
         captures, replays = Counter[str](), Counter[str]()
         eager_reason = prefill_eager_reason = uncompiled_reason = None
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
             routes, tokens, padded = dict(counts.routes), counts.tokens, counts.padded
-            shared = scheduler.shared_tokens
+            shared, cascade = scheduler.shared_tokens, scheduler.finds_clusters
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
-            eager_reason, prefill_eager_reason = decoder.eager_reason, decoder.prefill.eager_reason
-            uncompiled_reason = decoder.forward.uncompiled_reason or decoder.prefill.forward.uncompiled_reason
+            eager_reason, prefill_eager_reason = decoder.steps.eager_reason, decoder.prefill.eager_reason
+            uncompiled_reason = decoder.steps.forward.uncompiled_reason or decoder.prefill.forward.uncompiled_reason
             first_tokens = runner.prefilled_rows
         forwards = sum(routes.values())
         seconds = self.timeline.finish()
@@ -95,6 +96,7 @@ class StatsRecorder:
             kv_bytes=kv_bytes,
             captures=captures["decode"],
             replays=replays["decode"],
+            cascade=cascade,
             prefill_captures=captures["prefill"],
             prefill_replays=replays["prefill"],
             eager_reason=eager_reason,

@@ -35,6 +35,35 @@ def test_samples_equal_those_that_share_nothing(name):
         assert stats.shared_tokens == 5 * tokens
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("config", [{}, {"max_slots": 9, "run_ahead": 4}, {"kv_tokens": 300}, {"capture": False}])
+def test_keys_read_once(name, config):
+    """Guards against rows that read a prompt of others in a captured step, after rows have ended or taken a slot."""
+    model = build(name).cuda()
+    settings = {"max_slots": 32, "page_size": 4, **config}
+    told, expected = drawn(model, cascade=False, **settings)
+    stats, found = drawn(model, cascade=True, **settings)
+    assert found == expected
+    assert (told.cascade, stats.cascade) == (False, True)
+    assert stats.preemptions == told.preemptions
+    assert ("kv_tokens" in config) == (stats.preemptions > 0)
+
+
+def test_calls_that_share_and_calls_that_do_not():
+    """Guards against one captured step for both, and against steps captured again by turns."""
+    engine = RolloutEngine(build("llama").cuda(), config=RolloutConfig(cascade=True, page_size=4))
+    alone = SamplingConfig(max_new_tokens=8)
+    first = [engine.generate(PROMPTS, settings) for settings in (GROUPS, alone)]
+    captures = engine.captures
+    again = [engine.generate(PROMPTS, settings) for settings in (GROUPS, alone)]
+    assert [batch.stats.cascade for batch in again] == [True, False]
+    for one, other in zip(first, again, strict=True):
+        assert [completion.token_ids for completion in one.completions] == [
+            completion.token_ids for completion in other.completions
+        ]
+    assert (engine.captures, engine.recapture_reasons) == (captures, [])
+
+
 @pytest.mark.parametrize("slots", [4, 32])
 def test_too_few_pages(slots):
     """Guards against pages given up while a step in flight still reads them."""

@@ -34,6 +34,7 @@ BAD_ROLLOUT = {
     "capture": [0, "yes", None],
     "compile": [0, "yes", None],
     "fuse": [0, 1, "yes", None],
+    "cascade": [0, 1, "yes", None],
     "gather_weights": [0, 1, "yes", None],
     "balance": ["", None, 1, "even"],
     "rank_timeout": [0, 0.0, -1.0, *NOT_NUMBERS],

@@ -11,7 +11,7 @@ import zoo
 from snapshots import left_as_found
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
-from liveroll.decode import decoder
+from liveroll.decode import inputs
 from liveroll.planning.geometry import ModelGeometry
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -89,7 +89,7 @@ def test_an_interrupt_while_the_rows_of_a_step_are_uploaded(monkeypatch):
     sampling = [SamplingConfig(max_new_tokens=budget) for budget in budgets]
     engine = RolloutEngine(model, config=RolloutConfig(max_slots=4))
     expected = engine.generate(prompts, sampling).completions
-    upload, left = decoder.upload_into, [0]
+    upload, left = inputs.upload_into, [0]
 
     def upload_and_stop(array, target):
         upload(array, target)
@@ -97,7 +97,7 @@ def test_an_interrupt_while_the_rows_of_a_step_are_uploaded(monkeypatch):
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoder, "upload_into", upload_and_stop)
+    monkeypatch.setattr(inputs, "upload_into", upload_and_stop)
     for at in (1, 2, 3):
         left[0] = at
         with pytest.raises(KeyboardInterrupt):

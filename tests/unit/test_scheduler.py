@@ -29,6 +29,7 @@ class Case:
     page_size: int
     spare_pages: int
     ahead: int = 0
+    cluster_rows: int = 0
 
 
 def key_of(request: Request) -> bytes:
@@ -56,6 +57,7 @@ def cases(draw) -> Case:
         page_size=draw(st.integers(1, 5)),
         spare_pages=draw(st.integers(0, 10)),
         ahead=draw(st.integers(0, 3)),
+        cluster_rows=draw(st.integers(0, 4)),
     )
 
 
@@ -74,6 +76,7 @@ class Drive:
             allocator=self.allocator,
             page_size=case.page_size,
             search_stop=search_stop,
+            cluster_rows=case.cluster_rows,
         )
         self.device = FakeDevice(case.page_size)
         left = [r.sampling.max_new_tokens - r.given_mask.tolist().count(1) for r in self.requests]
@@ -204,11 +207,27 @@ class Drive:
         step = self.going_on()
         assert plan.slots.tolist() == sorted(request.slot for request in step)
         assert plan.longest == max(self.position[request.row] for request in step) + 1
+        self.check_clusters(plan, sorted(step, key=lambda request: request.slot))
         for request in step:
             self.position[request.row] += 1
             self.left[request.row] -= 1
             self.check_pages(request, self.position[request.row])
         self.check_sharing()
+
+    def check_clusters(self, plan: DecodeStep, rows: list[Request]) -> None:
+        """Of the rows with one prompt all but one at most are in clusters, which hold the pages that it fills."""
+        if self.case.cluster_rows < 2:
+            assert plan.clusters is None
+            return
+        alone = Counter(key_of(request) for request in rows if len(request.prompt) >= self.case.page_size)
+        for members, tokens in zip(plan.clusters.members, plan.clusters.tokens, strict=True):
+            cluster = [rows[member] for member in members if member >= 0]
+            assert 2 <= len(set(map(id, cluster))) == len(cluster) <= self.case.cluster_rows
+            assert {tokens} == {len(r.prompt) // self.case.page_size * self.case.page_size for r in cluster}
+            pages = self.scheduler.block_table[[r.slot for r in cluster], : tokens // self.case.page_size]
+            assert (pages == pages[0]).all(), "a cluster holds other pages than it shares"
+            alone -= Counter(map(key_of, cluster))
+        assert not alone or max(alone.values()) == 1, "rows that share pages are not in a cluster"
 
     def check_pages(self, request: Request, tokens: int) -> None:
         """The request has pages for so many tokens, and nothing else stands in its row of the block table."""

@@ -61,6 +61,15 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def rows_together(self, group: int, dtype: torch.dtype) -> int:
+        """Rows for which `paged` reads keys once that they share, or 1 where it reads them for each.
+
+        Args:
+            group: query heads of a KV head.
+            dtype: of queries and keys.
+        """
+        ...
+
 
 def name_backend(device: torch.device) -> str:
     """What `choose_backend` gives a device, by a name that results can be labelled with."""

@@ -9,6 +9,7 @@ from liveroll.attention.layout import PackedLayout, PagedLayout
 from liveroll.attention.reference import ReferenceAttention
 from liveroll.kernels.packed_attention import packed_attention
 from liveroll.kernels.paged_attention import paged_attention
+from liveroll.kernels.prefix_attention import attend_prefixes, rows_together
 from liveroll.model.geometry import AttentionTraits
 from liveroll.model.versions import varlen_attention
 
@@ -85,6 +86,19 @@ class GpuAttention:
         """See `AttentionBackend.paged`."""
         if query.dtype not in _KERNEL_DTYPES:
             return self._reference.paged(query, key, value, keys, values, layout, traits, sinks)
+        prefix = None
+        # Of keys that rows share, a window shows each of them others.
+        if layout.prefixes is not None and traits.window is None:
+            prefix = attend_prefixes(
+                query,
+                keys,
+                values,
+                layout.block_table,
+                layout.prefixes,
+                longest=layout.longest,
+                scale=traits.scale,
+                softcap=traits.softcap,
+            )
         return paged_attention(
             query,
             key,
@@ -100,7 +114,12 @@ class GpuAttention:
             window=traits.window,
             softcap=traits.softcap,
             sinks=sinks,
+            prefix=prefix,
         )
+
+    def rows_together(self, group: int, dtype: torch.dtype) -> int:
+        """See `AttentionBackend.rows_together`."""
+        return rows_together(group, dtype) if dtype in _KERNEL_DTYPES else 1
 
 
 def serves_packed(dtype: torch.dtype, key_dim: int, value_dim: int, traits: AttentionTraits, sinks: bool) -> bool:

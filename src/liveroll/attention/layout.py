@@ -112,6 +112,21 @@ class LikeRows:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Which rows of a decode step begin with the same pages, in clusters of M rows at most.
+
+    Attributes:
+        members: `[C, M]` int32 rows; -1 behind a cluster's last.
+        tokens: `[C]` int32 keys in the pages that all rows of a cluster begin with; 0 where there is no cluster.
+        shared: `[B]` int32, the same for each row; 0 for a row of no cluster.
+    """
+
+    members: Tensor
+    tokens: Tensor
+    shared: Tensor
+
+
+@dataclass(frozen=True)
 class PagedLayout:
     """One new token for each of B rows whose earlier tokens are in pages.
 
@@ -120,12 +135,14 @@ class PagedLayout:
         lengths: `[B]` int64 keys of each row, the new token included.
         index: `[B]` int64 storage rows that the new tokens go to.
         longest: no row has more keys than this.
+        prefixes: rows that begin with the same pages, for a backend that reads these once for several rows.
     """
 
     block_table: Tensor
     lengths: Tensor
     index: Tensor
     longest: int
+    prefixes: SharedPrefixes | None = None
     _groups: dict[int, tuple[LikeRows, ...]] = field(default_factory=dict, init=False)
 
     def groups(self, page_size: int) -> tuple[LikeRows, ...]:

@@ -65,6 +65,10 @@ class ReferenceAttention:
         assert output is not None
         return output
 
+    def rows_together(self, group: int, dtype: torch.dtype) -> int:
+        """See `AttentionBackend.rows_together`: every row reads all its keys."""
+        return 1
+
 
 def _attend_pages(
     query: Tensor,

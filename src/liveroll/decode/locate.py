@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liveroll.attention.layout import PagedLayout
+from liveroll.attention.layout import PagedLayout, SharedPrefixes
 from liveroll.decode.state import Column
 
 
 def locate(
-    numbers: Tensor, block_table: Tensor, slots: Tensor, page_size: int, longest: int
+    numbers: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    page_size: int,
+    longest: int,
+    prefixes: SharedPrefixes | None = None,
 ) -> tuple[Tensor, Tensor, PagedLayout]:
     """Look up the last token of each slot, and where it stands.
 
@@ -21,6 +26,7 @@ def locate(
         slots: `[B]` int64.
         page_size: tokens in a page.
         longest: an upper bound of the rows' keys; the only value from the host.
+        prefixes: which of the rows begin with the same pages, if that is of use.
 
     Returns:
         Tokens `[B, 1]` and positions `[B, 1]`, both int64, and the layout of the step.
@@ -31,7 +37,7 @@ def locate(
         tokens, positions, table, lengths, index = locate_fused(numbers, block_table, slots, page_size)
     else:
         tokens, positions, table, lengths, index = locate_plainly(numbers, block_table, slots, page_size)
-    return tokens[:, None], positions[:, None], PagedLayout(table, lengths, index, longest)
+    return tokens[:, None], positions[:, None], PagedLayout(table, lengths, index, longest, prefixes)
 
 
 def locate_plainly(

@@ -152,10 +152,11 @@ class StepRunner:
             self._decoder.state.load_table(self._scheduler.block_table)
             self._table_version = self._scheduler.table_version
         self._timeline.enter("capture")
-        self._decoder.capture_for(len(plan.slots), self._variant, self._wanted)
+        cascade = plan.clusters is not None
+        self._decoder.steps.capture_for(len(plan.slots), self._variant, self._wanted, cascade=cascade)
         self._timeline.launch("decode")
         self.decode_steps += 1
-        return self._decoder.launch(plan.slots, plan.longest, self._variant, self._wanted)
+        return self._decoder.steps.launch(plan.slots, plan.longest, self._variant, self._wanted, plan.clusters)
 
 
 def _are_all(columns: np.ndarray, count: int) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 from liveroll.attention import interface
 from liveroll.attention.backend import AttentionBackend
 from liveroll.attention.calls import PagedCall
+from liveroll.attention.layout import SharedPrefixes
 from liveroll.decode.advance import advance
 from liveroll.decode.feeding import TunedForward
 from liveroll.decode.locate import locate
@@ -25,6 +26,7 @@ def decode(
     longest: int,
     variant: Variant,
     wanted: Wanted = NOTHING,
+    prefixes: SharedPrefixes | None = None,
 ) -> Tensor:
     """Feed the last token of each slot, sample its next one, and move it on.
 
@@ -37,11 +39,12 @@ def decode(
         longest: an upper bound of the rows' keys; the only value from the host.
         variant: how much of sampling to run.
         wanted: what to report of each token besides its log-probability.
+        prefixes: which of the rows begin with the same pages, where attention reads these once.
 
     Returns:
         The report of `advance`, `[3 + wanted.rows, B]` int32.
     """
-    tokens, positions, layout = locate(state.numbers, state.block_table, slots, storage.page_size, longest)
+    tokens, positions, layout = locate(state.numbers, state.block_table, slots, storage.page_size, longest, prefixes)
     with interface.bound(PagedCall(backend, storage, layout)):
         logits = forward(tokens, positions)
     return advance(state, slots, logits[:, -1], variant, wanted)

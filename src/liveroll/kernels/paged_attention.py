@@ -1,9 +1,9 @@
 """Decode attention over pages: grouped queries, split over the keys of each row.
 
-One program takes one row, one KV head and one split of the row's keys, with an online softmax (Milakov and
-Gimelshein 2018, arXiv:1805.02867); splits are merged by their log-sum-exp (flash-decoding, Dao et al. 2023), by the
-program of the row that comes last. A row's keys are cut by its own length, so a short row beside a long one costs
-what it has. The program of the last keys puts the new token into its page.
+One program takes one row, one KV head and one split of the row's keys; splits are merged by their log-sum-exp
+(flash-decoding, Dao et al. 2023), by the program of the row that comes last. A row's keys are cut by its own length, so
+a short row beside a long one costs what it has. The program of the last keys puts the new token into its page; that of
+the first merges what `attend_prefixes` made of keys that the row shares with others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_CHUNK = 128
+from liveroll.kernels.over_pages import LEAST_CHUNK, LOG2_E, attend_pages, chunk_of, merge, score_of
+from liveroll.kernels.prefix_attention import PrefixPart
+
 _MOST_SPLITS = 32
 # Programs enough to fill a GPU of 132 multiprocessors a few times over.
 _PROGRAMS = 528
@@ -22,32 +24,33 @@ _PROGRAMS = 528
 # would take longer. Measured on an H200.
 _FEW_PAIRS = 64
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, table, lengths, index, sinks, output, partial, weight, arrived,
-    scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
-    k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, keys, values, table, lengths, index, sinks, shared, prefix, prefix_weight,
+    output, partial, weight, arrived, scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
+    k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits, prefix_splits,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, K_DIM: tl.constexpr, K_DIM_P: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS_P: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.load(lengths + row).to(tl.int32)
-    start = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(end - WINDOW, 0)
+    if PREFIX:
+        start = tl.load(shared + row)
     count = end - start
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, LEAST)
+    chunk = chunk_of(count, splits, BLOCK)
     low = start + split * chunk
     if low >= end:
         return
     high = tl.minimum(low + chunk, end)
     has_new = high == end
 
-    g = tl.arange(0, GROUP_P)
-    kd, vd, t = tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P), tl.arange(0, BLOCK)
+    g, kd, vd = tl.arange(0, GROUP_P), tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P)
     in_group, in_k, in_v = g < GROUP, kd < K_DIM, vd < V_DIM
     q = tl.load(
         query + row * q_row + (head * GROUP + g)[:, None] * q_head + kd[None, :],
@@ -63,52 +66,34 @@ def _attend(
         sink = tl.load(sinks + head * GROUP + g, mask=g < tl.where(split == 0, GROUP, 0), other=float("-inf")).to(
             tl.float32
         )
-        top = tl.maximum(top, sink * _LOG2_E)
-        total = tl.exp2(sink * _LOG2_E - top)
-    for begin in range(low, tl.minimum(high, end - 1), BLOCK):
-        position = begin + t
-        inside = (position < high) & (position < end - 1)
-        page = tl.load(table + row * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
-        offset = position % PAGE
-        k = tl.load(
-            keys + (page * k_page + offset * k_token + head * k_head)[:, None] + kd[None, :],
-            mask=inside[:, None] & in_k[None, :], other=0.0,
-        )  # fmt: skip
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        score = tl.where(inside[None, :], score * _LOG2_E, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
-        decay = tl.exp2(top - higher)
-        total = total * decay + tl.sum(p, 1)
-        v = tl.load(
-            values + (page * v_page + offset * v_token + head * v_head)[:, None] + vd[None, :],
-            mask=inside[:, None] & in_v[None, :], other=0.0,
-        )  # fmt: skip
-        acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = higher
+        top = tl.maximum(top, sink * LOG2_E)
+        total = tl.exp2(sink * LOG2_E - top)
+    top, total, acc = attend_pages(
+        q, top, total, acc, low, tl.minimum(high, end - 1), table + row * table_row,
+        keys + head * k_head, values + head * v_head, scale, softcap, k_page, k_token, v_page, v_token,
+        SOFTCAP, PRECISION, K_DIM, K_DIM_P, V_DIM, V_DIM_P, PAGE, BLOCK,
+    )  # fmt: skip
 
     # The new token comes from where the model put it, so nobody waits for its page to be written. It comes last: loads
     # of the others are not held up by its sums, nor by its stores.
     if has_new:
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        score *= _LOG2_E
-        higher = tl.maximum(top, score)
-        decay, p = tl.exp2(top - higher), tl.exp2(score - higher)
-        total = total * decay + p
-        acc = acc * decay[:, None] + p[:, None] * v_new.to(tl.float32)[None, :]
-        top = higher
+        score = score_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, softcap, SOFTCAP)
+        top, total, acc = merge(top, total, acc, score, v_new.to(tl.float32)[None, :])
         at = tl.load(index + row)
         page, offset = at // PAGE, at % PAGE
         tl.store(keys + page * k_page + offset * k_token + head * k_head + kd, k_new, mask=in_k)
         tl.store(values + page * v_page + offset * v_token + head * v_head + vd, v_new, mask=in_v)
-
-    result = acc / total[:, None]
     at_head = row * HEADS * GROUP + head * GROUP + g
     stored = in_group[:, None] & in_v[None, :]
+    if PREFIX:
+        used = tl.cdiv(start, chunk_of(start, prefix_splits, LEAST))
+        for other in range(0, tl.where(split == 0, used, 0)):
+            at = at_head * prefix_splits + other
+            w = tl.load(prefix_weight + at, mask=in_group, other=-1e30)
+            part = tl.load(prefix + at[:, None] * V_DIM + vd[None, :], mask=stored, other=0.0)
+            top, total, acc = merge(top, total, acc, w, part)
+
+    result = acc / total[:, None]
     to = output + at_head[:, None] * V_DIM + vd[None, :]
     if count <= chunk:
         tl.store(to, result.to(output.dtype.element_ty), mask=stored)
@@ -157,6 +142,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    prefix: PrefixPart | None = None,
 ) -> Tensor:
     """Put one new token a row into the row's pages, and attend from it to all of them.
 
@@ -175,6 +161,7 @@ def paged_attention(
         window: keys that a token sees, itself included, or None for all.
         softcap: bound of the scores, or None.
         sinks: `[query_heads]` sink logits, or None.
+        prefix: the part of keys that rows share, which are not read again; not together with a window.
 
     Returns:
         `[B, query_heads, value_dim]`.
@@ -185,7 +172,7 @@ def paged_attention(
     reach = longest if window is None else min(longest, window)
     # As many as the longest row can use: up to there they are cut alike whatever the bound, so that a captured step,
     # which has a higher one, sums in the same order as an eager one.
-    splits = max(min(_PROGRAMS // (rows * heads), -(-reach // _LEAST_CHUNK), _MOST_SPLITS), 1)
+    splits = max(min(_PROGRAMS // (rows * heads), -(-reach // LEAST_CHUNK), _MOST_SPLITS), 1)
     output = torch.empty(rows, query_heads, value_dim, dtype=query.dtype, device=query.device)
     partials = rows * query_heads * splits if splits > 1 else 0
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
@@ -197,13 +184,15 @@ def paged_attention(
     block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
     _attend[(rows, heads, splits)](
         query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
+        *((lengths, query, query) if prefix is None else (prefix.shared, prefix.partial, prefix.weight)),
         output, partial, weight, arrived, scale, softcap or 0.0,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        table.stride(0), splits, WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        table.stride(0), splits, 1 if prefix is None else prefix.weight.shape[2],
+        WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, PREFIX=prefix is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-        HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=_LEAST_CHUNK,
+        HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=LEAST_CHUNK,
         SPLITS_P=triton.next_power_of_2(splits),
         num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1, enable_fp_fusion=True,
     )  # fmt: skip

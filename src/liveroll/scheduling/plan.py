@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from liveroll.scheduling.clusters import Clusters
 from liveroll.scheduling.details import Details
 from liveroll.scheduling.request import Request
 
@@ -64,11 +65,13 @@ class DecodeStep:
         tenancies: int64, which tenant of each slot the step is for; by the time its result is known, the row may
             have ended and the slot may have been given away.
         longest: keys that the longest of the rows attends to.
+        clusters: rows whose shared keys attention reads once; None where it reads them for each row.
     """
 
     slots: np.ndarray
     tenancies: np.ndarray
     longest: int
+    clusters: Clusters | None = None
 
 
 @dataclass(frozen=True)

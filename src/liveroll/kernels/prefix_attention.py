@@ -1,0 +1,135 @@
+"""The part of decode attention that rows have in common: the pages of a prompt, read once for several of its samples.
+
+One program takes one cluster of rows, one KV head and one split of the keys that these rows share, for the query heads
+of all the rows together (Juravsky et al. 2024, arXiv:2402.05099). `paged_attention` merges the results with each row's
+own keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liveroll.attention.layout import SharedPrefixes
+from liveroll.kernels.over_pages import LEAST_CHUNK, attend_pages, chunk_of
+
+_MOST_SPLITS = 32
+# Programs that are started, most of them for clusters that are not there.
+_PROGRAMS = 2048
+# Queries of half precision that one program takes: rows that one instruction of an H200's matrix units multiplies. Of
+# more fp32 ones the registers would not hold the sums.
+_MOST_HALF, _MOST_FULL = 64, 16
+_MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class PrefixPart:
+    """Attention of rows to the keys that they share with others.
+
+    Attributes:
+        shared: `[B]` int32, how many keys that is, the first ones of each row.
+        partial: `[B, query_heads, splits, value_dim]` fp32, the result over each split of them.
+        weight: `[B, query_heads, splits]` fp32, its log-sum-exp in base 2.
+    """
+
+    shared: Tensor
+    partial: Tensor
+    weight: Tensor
+
+
+def rows_together(group: int, dtype: torch.dtype) -> int:
+    """Rows whose shared keys are read once, where a KV head has `group` query heads; 1 if that is done for none."""
+    queries = _MOST_HALF if dtype.itemsize == 2 else _MOST_FULL
+    return max(min(queries // group, _MOST_ROWS), 1)
+
+
+@triton.jit
+def _attend_together(
+    query, keys, values, table, members, tokens, partial, weight,
+    scale, softcap, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES_P: tl.constexpr,
+    K_DIM: tl.constexpr, K_DIM_P: tl.constexpr, V_DIM: tl.constexpr, V_DIM_P: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    cluster, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(tokens + cluster)
+    chunk = chunk_of(count, splits, LEAST)
+    low = split * chunk
+    if low >= count:
+        return
+    m, kd, vd = tl.arange(0, QUERIES_P), tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P)
+    row = tl.load(members + cluster * ROWS + m // GROUP, mask=m < ROWS * GROUP, other=-1)
+    there, query_head = row >= 0, head * GROUP + m % GROUP
+    q = tl.load(
+        query + (row * q_row + query_head * q_head)[:, None] + kd[None, :],
+        mask=there[:, None] & (kd < K_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    top, total, acc = attend_pages(
+        q, tl.full([QUERIES_P], -1e30, tl.float32), tl.zeros([QUERIES_P], tl.float32),
+        tl.zeros([QUERIES_P, V_DIM_P], tl.float32), low, tl.minimum(low + chunk, count),
+        table + tl.load(members + cluster * ROWS) * table_row, keys + head * k_head, values + head * v_head,
+        scale, softcap, k_page, k_token, v_page, v_token,
+        SOFTCAP, PRECISION, K_DIM, K_DIM_P, V_DIM, V_DIM_P, PAGE, BLOCK,
+    )  # fmt: skip
+    at = (row * HEADS * GROUP + query_head) * splits + split
+    tl.store(
+        partial + at[:, None] * V_DIM + vd[None, :], acc / total[:, None],
+        mask=there[:, None] & (vd < V_DIM)[None, :],
+    )  # fmt: skip
+    tl.store(weight + at, top + tl.log2(total), mask=there)
+
+
+def attend_prefixes(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    prefixes: SharedPrefixes,
+    *,
+    longest: int,
+    scale: float,
+    softcap: float | None,
+) -> PrefixPart:
+    """Attend from the rows of each cluster to the keys that they share.
+
+    Args:
+        query: `[B, query_heads, key_dim]` fp32, fp16 or bf16, the last dimension contiguous.
+        keys: `[pages, page_size, kv_heads, key_dim]` of the query's dtype.
+        values: `[pages, page_size, kv_heads, value_dim]`.
+        table: `[B, P]` int32 pages of each row.
+        prefixes: the clusters.
+        longest: an upper bound of the keys; only the number of splits depends on it.
+        scale: factor of the scores.
+        softcap: bound of the scores, or None.
+    """
+    rows, query_heads, key_dim = query.shape
+    page_size, heads, value_dim = values.shape[1:]
+    clusters, together = prefixes.members.shape
+    splits = max(min(_PROGRAMS // max(clusters * heads, 1), -(-longest // LEAST_CHUNK), _MOST_SPLITS), 1)
+    partial = torch.empty(rows, query_heads, splits, value_dim, dtype=torch.float32, device=query.device)
+    weight = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
+    group = query_heads // heads
+    key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    # More keys of larger heads would not fit into a multiprocessor's memory.
+    if query.element_size() == 4:
+        block, warps, stages = 64, 4, 1
+    elif key_dim_p + value_dim_p <= 256:
+        block, warps, stages = 64, 4, 3
+    else:
+        block, warps, stages = (32, 8, 2) if key_dim_p + value_dim_p <= 512 else (16, 8, 1)
+    if clusters:
+        _attend_together[(clusters, heads, splits)](
+            query, keys, values, table, prefixes.members, prefixes.tokens, partial, weight,
+            scale, softcap or 0.0, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+            table.stride(0), splits, SOFTCAP=softcap is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
+            K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
+            HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=LEAST_CHUNK,
+            num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+        )  # fmt: skip
+    return PrefixPart(prefixes.shared, partial, weight)

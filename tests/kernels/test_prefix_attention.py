@@ -1,0 +1,97 @@
+"""Keys that rows share, read once for several rows, give what the torch reference gives of keys read for each."""
+
+import pytest
+import torch
+from test_paged_attention import TOLERANCE, case
+
+from liveroll.attention.fast import GpuAttention
+from liveroll.attention.layout import PagedLayout, SharedPrefixes
+from liveroll.attention.reference import ReferenceAttention
+from liveroll.kernels.prefix_attention import rows_together
+from liveroll.model.geometry import AttentionTraits
+
+SHAPE = {"heads": 4, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "page_size": 16}
+
+
+def sharing(clusters, together, *, lengths, **shape):
+    """A case whose rows share their first pages: `clusters` maps rows to the number of pages."""
+    query, key, value, keys, values, layout = case(lengths=lengths, **shape)
+    size, device = keys.shape[1], query.device
+    table, shared = layout.block_table.clone(), torch.zeros(len(lengths), dtype=torch.int32)
+    members = torch.full((len(lengths) // 2, together), -1, dtype=torch.int32)
+    tokens = torch.zeros(len(members), dtype=torch.int32)
+    for cluster, (rows, pages) in enumerate(clusters.items()):
+        table[list(rows), :pages] = table[rows[0], :pages]
+        members[cluster, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
+        tokens[cluster] = shared[list(rows)] = pages * size
+    prefixes = SharedPrefixes(*(tensor.to(device) for tensor in (members, tokens, shared)))
+    return query, key, value, keys, values, PagedLayout(table, layout.lengths, layout.index, layout.longest, prefixes)
+
+
+def check(query, key, value, keys, values, layout, traits, sinks=None):
+    wide = [tensor.double() for tensor in (query, key, value, keys, values)]
+    expected = ReferenceAttention().paged(*wide, layout, traits, None if sinks is None else sinks.double())
+    attention = GpuAttention(query.device, len(query) * keys.shape[2])
+    got = [attention.paged(query, key, value, keys, values, layout, traits, sinks) for _ in range(2)]
+    for output in got:
+        torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[query.dtype], rtol=TOLERANCE[query.dtype])
+    return got[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_head_dimensions(device, dtype, dim):
+    """Guards against lanes beyond a head that is no power of two wide."""
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter has no bf16 matrix product")
+    shape = SHAPE | {"key_dim": dim, "value_dim": dim, "device": device, "dtype": dtype}
+    clusters = {(0, 2, 3): 2, (1, 4): 4}
+    given = sharing(clusters, rows_together(2, dtype), lengths=[40, 70, 33, 50, 66], **shape)
+    check(*given, AttentionTraits(dim**-0.5, None, None))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (16, 2), (7, 1), (5, 1), (32, 2)])
+@pytest.mark.parametrize("page_size", [16, 64, 20])
+def test_groups_and_pages(device, heads, kv_heads, page_size):
+    """Guards against queries of one row that are answered to another, and offsets within a page."""
+    shape = SHAPE | {"heads": heads, "kv_heads": kv_heads, "page_size": page_size}
+    together = rows_together(heads // kv_heads, torch.float16)
+    clusters = {(3, 1): 3, (0, 5, 2): 1} if together > 2 else {(3, 1): 3, (0, 5): 1}
+    lengths = [page_size + 1, 3 * page_size + 9, 300, 500, 7, 2 * page_size]
+    given = sharing(clusters, together, device=device, dtype=torch.float16, lengths=lengths, **shape)
+    check(*given, AttentionTraits(0.25, None, None))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_several_splits(device, softcap, with_sinks):
+    """Guards against a cap or sink that is lost, or counted twice, where shared keys and a row's own are split."""
+    lengths = [401, 641, 656, 900, 5, 402]
+    given = sharing({(3, 1): 40, (0, 5): 25}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE)
+    sinks = torch.linspace(-2, 4, 4, device=device) if with_sinks else None
+    check(*given, AttentionTraits(0.3, None, softcap), sinks)
+
+
+def test_windows_read_for_each_row(device):
+    """Guards against keys that a row of the cluster does not see any more."""
+    given = sharing({(0, 1, 2): 6}, 8, device=device, dtype=torch.float32, lengths=[100, 120, 200, 9], **SHAPE)
+    check(*given, AttentionTraits(0.3, 30, None))
+
+
+def test_shared_keys_are_read_once(device):
+    """Guards against a kernel that reads all keys for each row, with the same result: only the first row's count."""
+    given = sharing({(0, 1): 2}, 8, device=device, dtype=torch.float32, lengths=[40, 50, 60], **SHAPE)
+    traits, layout = AttentionTraits(0.3, None, None), given[-1]
+    before = check(*given, traits)
+    layout.block_table[1, :2] = 0  # whose keys are not numbers
+    attention = GpuAttention(device, 6)
+    assert attention.paged(*given[:-1], layout, traits, None).equal(before)
+
+
+def test_no_cluster_at_all(device):
+    """Guards against a step whose rows share nothing any more, and one of a single row, where none can."""
+    for lengths in ([40, 50], [40]):
+        check(
+            *sharing({}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE),
+            AttentionTraits(0.3, None, None),
+        )

@@ -1,0 +1,129 @@
+"""When the keys of a prompt are read once for several samples, and what a step is told of its rows."""
+
+import numpy as np
+import pytest
+import torch
+from fake_device import make_request
+from zoo import VOCAB_SIZE, build, ragged_prompts
+
+from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll.decode.prefixes import PrefixTable
+from liveroll.planning import cascade
+from liveroll.planning.cascade import WORTHWHILE_BYTES, choose_cluster_rows
+from liveroll.scheduling.clusters import ClusterFinder, Clusters, find_clusters
+
+PROMPTS = ragged_prompts(VOCAB_SIZE, seed=31, lengths=(3, 20, 33))
+
+
+def chosen(setting, groups, *, slots=512, rows_together=8, token_bytes=1024):
+    return choose_cluster_rows(setting, groups, slots=slots, rows_together=rows_together, token_bytes=token_bytes)
+
+
+def test_what_is_spared_decides():
+    """Guards against a kernel more in every layer of calls that it spares nothing."""
+    enough = WORTHWHILE_BYTES // 1024
+    # Of eight samples in clusters of eight, seven do not read the prompt; of sixteen, fourteen.
+    for samples, spared in ((8, 7), (16, 14), (9, 7)):
+        assert chosen("auto", [(-(-enough // spared), samples)]) == 8
+        assert chosen("auto", [(enough // spared - 1, samples)]) == 0
+        assert chosen(True, [(16, samples)]) == 8
+        assert chosen(False, [(enough, samples)]) == 0
+    # Half of the samples wait for a slot.
+    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=16) == 8
+    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=8) == 8
+    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=7) == 0
+    for setting in ("auto", True):
+        assert chosen(setting, [(enough, 1)] * 99) == 0
+        assert chosen(setting, [(0, 99)]) == 0
+        assert chosen(setting, [(enough, 99)], rows_together=1) == 0
+        assert chosen(setting, [(enough, 99)], token_bytes=0) == 0
+
+
+def test_clusters_are_of_about_one_size():
+    """Guards against one row left over that reads all of its keys alone."""
+    rows = [make_request(row, 9, 5, kind=0) for row in range(9)]
+    for row in rows:
+        row.pages = [4, 7, 9 + row.row]
+    clusters = find_clusters(rows, 4, 8)
+    assert [(members >= 0).sum() for members in clusters.members] == [4, 5]
+    assert clusters.tokens.tolist() == [8, 8]
+
+
+def test_the_same_clusters_for_the_same_rows():
+    """Guards against what is found, and put on the device, again in every step, and against a slot's last tenant."""
+    finder = ClusterFinder(4, 8)
+    running = {slot: make_request(slot, 4, 5, kind=0) for slot in range(3)}
+    for request in running.values():
+        request.pages = [3]
+    slots, tenancies = np.arange(3), np.zeros(3, np.int64)
+    first = finder.find(slots, tenancies, running)
+    assert finder.find(slots.copy(), tenancies.copy(), running) is first
+    running[1] = make_request(1, 4, 5, kind=7)
+    running[1].pages = [5]
+    assert finder.find(slots, np.array([0, 1, 0]), running).members[0].tolist()[:3] == [0, 2, -1]
+
+
+def test_what_a_step_is_told():
+    """Guards against clusters of an earlier step, in which other rows stood or more rows were shared."""
+    table = PrefixTable(9, 3, torch.device("cpu"))
+
+    def told(rows):
+        shown = table.view(rows)
+        return [tensor.tolist() for tensor in (shown.shared, shown.tokens, shown.members)]
+
+    first = Clusters(np.array([[0, 3, 4], [6, 1, -1]], np.int32), np.array([8, 4], np.int32))
+    table.load(first, 7)
+    assert told(7) == [[8, 4, 0, 8, 8, 0, 4], [8, 4, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3]]
+    table.load(Clusters(np.array([[1, 0, -1]], np.int32), np.array([12], np.int32)), 2)
+    assert told(2) == [[12, 12], [12], [[1, 0, -1]]]
+    table.load(first, 7)
+    assert told(7)[0] == [8, 4, 0, 8, 8, 0, 4]
+    table.load(first, 9)
+    assert told(9) == [[8, 4, 0, 8, 8, 0, 4, 0, 0], [8, 4, 0, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3, [-1] * 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gemma2", {"max_slots": 12}),
+        ("llama", {"max_slots": 5, "run_ahead": 3}),
+        ("llama", {"max_slots": 12, "kv_tokens": 100, "capture": False}),
+    ],
+    ids=["at once", "refilled", "preempted and eager"],
+)
+def test_samples_equal_those_that_read_all_keys(monkeypatch, name, settings):
+    """Guards against rows that read a prompt of others, after rows have ended, come back or taken a slot."""
+    pytest.importorskip("triton")
+    from liveroll.attention.fast import GpuAttention
+    from liveroll.attention.reference import ReferenceAttention
+
+    class Interpreted(GpuAttention):
+        packed = ReferenceAttention.packed
+
+    model, sampling = build(name), SamplingConfig(n=3, temperature=1.0, top_k=0, seed=3, max_new_tokens=6)
+    varied = [sampling, SamplingConfig(n=4, temperature=1.0, top_k=0, seed=3, max_new_tokens=3), sampling]
+    settings = {"page_size": 4, "max_length": 48} | settings
+    expected = RolloutEngine(model, config=RolloutConfig(**settings)).generate(PROMPTS, varied)
+    assert not expected.stats.cascade
+    monkeypatch.setattr(cascade, "WORTHWHILE_BYTES", 1)
+    monkeypatch.setattr("liveroll.decode.decoder.choose_backend", Interpreted)
+    engine = RolloutEngine(model, config=RolloutConfig(**settings))
+    batch = engine.generate(PROMPTS, varied)
+    assert [c.token_ids for c in batch.completions] == [c.token_ids for c in expected.completions]
+    assert batch.stats.cascade
+    assert (batch.stats.preemptions > 0) == ("kv_tokens" in settings)
+    # Prompts alone are other steps than those of samples that share, and both stay captured.
+    captured = engine.captures
+    alone = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=3))
+    again = engine.generate(PROMPTS, varied)
+    assert [c.token_ids for c in again.completions] == [c.token_ids for c in expected.completions]
+    assert (alone.stats.cascade, again.stats.cascade) == (False, True)
+    assert engine.captures == captured + alone.stats.captures
+
+
+def test_it_needs_a_gpu():
+    """Guards against a setting that is taken and does nothing."""
+    with pytest.raises(ConfigError, match=r"cascade is True and the model is on a device of type cpu.*cascade='auto'"):
+        RolloutEngine(build("llama"), config=RolloutConfig(cascade=True))
+    with pytest.raises(ConfigError, match='cascade must be True, False or "auto"'):
+        RolloutConfig(cascade="always")
