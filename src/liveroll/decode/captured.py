@@ -72,7 +72,6 @@ class CapturedDecode:
         self._rungs = ladder(config.max_slots)
         self._held: _Held | None = None
         self._reports: dict[Wanted, Tensor] = {}
-        self._longest = 0
         self.rows_together = 1
         """Rows for which attention can read keys once that they share; 1 if it cannot."""
         self.eager_reason: str | None = "RolloutConfig.capture is False" if config.capture is False else None
@@ -153,7 +152,6 @@ class CapturedDecode:
             self._held.inputs.load(slots, clusters, rows)
             return self._held.run(self.forward, rows, longest, variant, wanted, cascade)
         key = self._key(rows, variant, wanted, cascade)
-        self._longest = longest
         self._held.inputs.load(slots, clusters, key[1])
         self._graphs.replay(key)
         return self._reports[wanted][:, :rows]
@@ -167,7 +165,6 @@ class CapturedDecode:
         assert self._held is not None
         _, rung, variant, wanted, cascade = key
         self._held.inputs.load(NO_ROWS, NO_CLUSTERS if cascade else None, rung)
-        self._longest = 1
         step = self._make_step(self._held, rung, variant, wanted, cascade)
         if failed := attempt_capture(self._graphs, key, step, self._model, self._tp_group.get()):
             reason = f"the decode step cannot be captured, because of {failed.cause}"
@@ -181,13 +178,10 @@ class CapturedDecode:
         if wanted not in self._reports:
             self._reports[wanted] = torch.zeros((3 + wanted.rows, held.state.slots), dtype=torch.int32, device=device)
         report = self._reports[wanted]
-        # A graph has the bound of the rows' keys baked in, so it must hold for all of them; a step that is run again
-        # by the host reads the bound of now.
-        baked = device.type == "cuda"
-        capacity = held.state.block_table.shape[1] * held.storage.page_size
+        # A graph has the bound of the rows' keys baked in, so it must hold for all that rows can come to have.
+        longest = held.state.block_table.shape[1] * held.storage.page_size
 
         def step() -> None:
-            longest = capacity if baked else self._longest
             with without_hooks(self._model):
                 report[:, :rung] = held.run(self.forward, rung, longest, variant, wanted, cascade)
 
