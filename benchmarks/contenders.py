@@ -60,9 +60,9 @@ class Case:
 
     @property
     def keys_read(self) -> int:
-        """Keys that decode steps attend to, over all rows."""
-        return self.samples * sum(
-            (budget - 1) * len(prompt) + budget * (budget - 1) // 2
+        """Keys that decode steps must read: those of a prompt once a step for all of its samples."""
+        return sum(
+            (budget - 1) * len(prompt) + self.samples * budget * (budget - 1) // 2
             for prompt, budget in zip(self.prompts, self.budgets, strict=True)
         )
 

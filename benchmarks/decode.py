@@ -10,7 +10,8 @@ Cases of 32 prompts: A 16 tokens each, B one of 512 and 31 of 16, both with 128 
 
 Contenders take turns, case by case. A contender that is slower than --patience seconds in its first call of a case
 is not asked again there. Without repeats it has that one call, compilation included, which the result says.
-The floor reads every weight once a step and the keys and values of the running rows, at the card's copy rate.
+The floor reads every weight once a step and the keys and values of the running rows, those of a prompt once for all of
+its samples, at the card's copy rate.
 """
 
 from __future__ import annotations
