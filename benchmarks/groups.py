@@ -36,7 +36,7 @@ def measure(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingC
         "preemptions": stats.preemptions,
         "peak pages": stats.peak_pages,
         "new tokens": stats.new_tokens,
-        "keys read once": stats.cascade,
+        "cascade steps": stats.cascade_steps,
         "captures in the last call": stats.captures,
         "eager because": stats.eager_reason,
     }

@@ -69,10 +69,9 @@ class RolloutConfig:
             product in decode steps and captured prefills. Their parameters are moved side by side at the first call,
             without a copy; their numbers then differ from those of separate products by rounding. `auto` leaves what
             cannot be fused, and `engine.fusion` says why; True makes that an error.
-        cascade: whether attention in decode steps reads the keys of a prompt once for several of its samples, on a GPU,
-            where the pages of a prompt are shared. `auto` does in calls in which that spares enough; True does in all
-            where samples share pages, and needs a GPU. Numbers then differ by rounding from those of rows that read all
-            keys for themselves.
+        cascade: whether attention in decode steps reads the keys of a prompt once for several of its samples, on a GPU.
+            `auto` does in steps in which that spares enough; True does in all in which samples share pages, and needs a
+            GPU. Numbers then differ by rounding from those of rows that read all keys for themselves.
         gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole
             call, which is then captured like any other. False gathers them layer by layer in every forward, all ranks
             in step. `auto` gathers them whole where memory allows on every rank; True makes that an error.

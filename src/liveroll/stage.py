@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -21,11 +20,12 @@ from liveroll.model.geometry import ModelShape
 from liveroll.model.guard import ModelGuard
 from liveroll.model.identity import counted_geometry, declared_geometry
 from liveroll.model.probe import probe
-from liveroll.planning.cascade import choose_cluster_rows
+from liveroll.planning.cascade import least_spared
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.routes import RoutePlan
 from liveroll.prefill.runner import PrefillRunner
 from liveroll.routing import Router
+from liveroll.scheduling.clusters import ClusterFinder
 from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.pages import PageAllocator
 from liveroll.scheduling.request import Request
@@ -85,16 +85,15 @@ class Stage:
         )
         storage = self._decoder.storage
         allocator = PageAllocator(storage.pages)
-        slots = min(self._config.max_slots, len(requests))
         scheduler = Scheduler(
             requests,
-            slots=slots,
+            slots=min(self._config.max_slots, len(requests)),
             allocator=allocator,
             page_size=storage.page_size,
             search_stop=call.search_stop,
             wanted=wanted,
             source=source,
-            cluster_rows=self._choose_cluster_rows(requests, slots, shape, dtype),
+            clusters=self._cluster_finder(requests, shape, dtype),
         )
         ahead = self._config.run_ahead
         if ahead is None:
@@ -134,20 +133,16 @@ class Stage:
         """The routes that a call could take, by what is known of the model's shape without a forward."""
         return self._router.plan(call, self._geometry or declared_geometry(self._model))
 
-    def _choose_cluster_rows(
-        self, requests: Sequence[Request], slots: int, shape: ModelShape, dtype: torch.dtype
-    ) -> int:
-        size, samples = self._config.page_size, Counter(request.group for request in requests)
-        full = {request.group: len(request.prompt) // size * size for request in requests}
+    def _cluster_finder(
+        self, requests: Sequence[Request], shape: ModelShape, dtype: torch.dtype
+    ) -> ClusterFinder | None:
         unbounded = [layer for layer in shape.layers if layer.traits.window is None]
         numbers = max((layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in unbounded), default=0)
-        return choose_cluster_rows(
-            self._config.cascade,
-            [(full[group], count) for group, count in samples.items()],
-            slots=slots,
-            rows_together=self._decoder.steps.rows_together,
-            token_bytes=numbers * dtype.itemsize,
-        )
+        least = least_spared(self._config.cascade, numbers * dtype.itemsize)
+        together = self._decoder.steps.rows_together
+        if least is None or together == 1 or len({request.group for request in requests}) == len(requests):
+            return None
+        return ClusterFinder(self._config.page_size, together, least)
 
     def _counted_geometry(self) -> ModelGeometry:
         """As the layers were seen to attend by the probe that has run."""

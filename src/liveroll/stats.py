@@ -64,14 +64,14 @@ class StatsRecorder:
         new_tokens = sum(request.new for request in requests)
         first_tokens = sum(request.new > 0 for request in requests)
         shared = preemptions = peak = 0
-        cascade = False
+        cascade_steps = 0
         captures, replays = Counter[str](), Counter[str]()
         eager_reason = prefill_eager_reason = uncompiled_reason = None
         if self._sources is not None:
             scheduler, allocator, runner, decoder = self._sources
             counts = runner.prefill_counts
             routes, tokens, padded = dict(counts.routes), counts.tokens, counts.padded
-            shared, cascade = scheduler.shared_tokens, scheduler.finds_clusters
+            shared, cascade_steps = scheduler.shared_tokens, runner.cascade_steps
             steps, preemptions, peak = runner.decode_steps, scheduler.preemptions, allocator.peak
             captures = decoder.graphs.captures - self._before[0]
             replays = decoder.graphs.replays - self._before[1]
@@ -96,7 +96,7 @@ class StatsRecorder:
             kv_bytes=kv_bytes,
             captures=captures["decode"],
             replays=replays["decode"],
-            cascade=cascade,
+            cascade_steps=cascade_steps,
             prefill_captures=captures["prefill"],
             prefill_replays=replays["prefill"],
             eager_reason=eager_reason,

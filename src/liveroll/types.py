@@ -99,7 +99,7 @@ class RolloutStats:
         kv_bytes: bytes of KV storage held.
         captures: decode steps captured during the call.
         replays: captured steps run.
-        cascade: whether attention in decode steps read the keys of prompts once for several of their samples.
+        cascade_steps: decode steps in which attention read keys of a prompt once for several of its samples.
         prefill_captures: packed prefills captured during the call.
         prefill_replays: captured prefills run.
         eager_reason: why decode steps were not captured, or None.
@@ -124,7 +124,7 @@ class RolloutStats:
     captures: int
     replays: int
     seconds: float
-    cascade: bool = False
+    cascade_steps: int = 0
     prefill_captures: int = 0
     prefill_replays: int = 0
     eager_reason: str | None = None

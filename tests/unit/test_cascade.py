@@ -9,49 +9,46 @@ from zoo import VOCAB_SIZE, build, ragged_prompts
 from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.decode.prefixes import PrefixTable
 from liveroll.planning import cascade
-from liveroll.planning.cascade import WORTHWHILE_BYTES, choose_cluster_rows
-from liveroll.scheduling.clusters import ClusterFinder, Clusters, find_clusters
+from liveroll.planning.cascade import WORTHWHILE_BYTES, least_spared
+from liveroll.scheduling.clusters import NO_CLUSTERS, ClusterFinder, Clusters, find_clusters
 
 PROMPTS = ragged_prompts(VOCAB_SIZE, seed=31, lengths=(3, 20, 33))
 
 
-def chosen(setting, groups, *, slots=512, rows_together=8, token_bytes=1024):
-    return choose_cluster_rows(setting, groups, slots=slots, rows_together=rows_together, token_bytes=token_bytes)
+def rows_of(samples, tokens=9):
+    rows = [make_request(row, tokens, 5, kind=0) for row in range(samples)]
+    for row in rows:
+        row.pages = [4, 7, 9 + row.row]
+    return rows
 
 
-def test_what_is_spared_decides():
-    """Guards against a kernel more in every layer of calls that it spares nothing."""
-    enough = WORTHWHILE_BYTES // 1024
-    # Of eight samples in clusters of eight, seven do not read the prompt; of sixteen, fourteen.
-    for samples, spared in ((8, 7), (16, 14), (9, 7)):
-        assert chosen("auto", [(-(-enough // spared), samples)]) == 8
-        assert chosen("auto", [(enough // spared - 1, samples)]) == 0
-        assert chosen(True, [(16, samples)]) == 8
-        assert chosen(False, [(enough, samples)]) == 0
-    # Half of the samples wait for a slot.
-    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=16) == 8
-    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=8) == 8
-    assert chosen("auto", [(enough // 7 + 1, 8)] * 2, slots=7) == 0
-    for setting in ("auto", True):
-        assert chosen(setting, [(enough, 1)] * 99) == 0
-        assert chosen(setting, [(0, 99)]) == 0
-        assert chosen(setting, [(enough, 99)], rows_together=1) == 0
-        assert chosen(setting, [(enough, 99)], token_bytes=0) == 0
+def test_what_a_step_is_spared_decides():
+    """Guards against a kernel more in every layer of steps that it spares nothing."""
+    assert least_spared("auto", 1024) == WORTHWHILE_BYTES // 1024
+    assert least_spared(True, 1024) == 1
+    for setting, token_bytes in ((False, 1024), ("auto", 0), (True, 0)):
+        assert least_spared(setting, token_bytes) is None
+    # Of nine samples in clusters of up to eight, seven do not read the eight tokens in full pages.
+    rows = rows_of(9)
+    assert find_clusters(rows, 4, 8).spared == 7 * 8
+    slots, tenancies = np.arange(9), np.zeros(9, np.int64)
+    for least, found in ((56, True), (57, False)):
+        finder = ClusterFinder(4, 8, least)
+        assert (finder.find(slots, tenancies, dict(enumerate(rows))) is not None) == found
+        assert finder.find(slots[:3], tenancies[:3], dict(enumerate(rows))) is None
+    assert NO_CLUSTERS.spared == find_clusters(rows_of(1), 4, 8).spared == find_clusters(rows_of(5), 16, 8).spared == 0
 
 
 def test_clusters_are_of_about_one_size():
     """Guards against one row left over that reads all of its keys alone."""
-    rows = [make_request(row, 9, 5, kind=0) for row in range(9)]
-    for row in rows:
-        row.pages = [4, 7, 9 + row.row]
-    clusters = find_clusters(rows, 4, 8)
+    clusters = find_clusters(rows_of(9), 4, 8)
     assert [(members >= 0).sum() for members in clusters.members] == [4, 5]
     assert clusters.tokens.tolist() == [8, 8]
 
 
 def test_the_same_clusters_for_the_same_rows():
     """Guards against what is found, and put on the device, again in every step, and against a slot's last tenant."""
-    finder = ClusterFinder(4, 8)
+    finder = ClusterFinder(4, 8, 1)
     running = {slot: make_request(slot, 4, 5, kind=0) for slot in range(3)}
     for request in running.values():
         request.pages = [3]
@@ -83,15 +80,16 @@ def test_what_a_step_is_told():
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "least", "settings"),
     [
-        ("gemma2", {"max_slots": 12}),
-        ("llama", {"max_slots": 5, "run_ahead": 3}),
-        ("llama", {"max_slots": 12, "kv_tokens": 100, "capture": False}),
+        # Its one layer without a window keeps 256 bytes of a token; 124 tokens are spared until the first rows end.
+        ("gemma2", 256 * 100, {"max_slots": 12}),
+        ("llama", 1, {"max_slots": 5, "run_ahead": 3}),
+        ("llama", 1, {"max_slots": 12, "kv_tokens": 100, "capture": False}),
     ],
     ids=["at once", "refilled", "preempted and eager"],
 )
-def test_samples_equal_those_that_read_all_keys(monkeypatch, name, settings):
+def test_samples_equal_those_that_read_all_keys(monkeypatch, name, least, settings):
     """Guards against rows that read a prompt of others, after rows have ended, come back or taken a slot."""
     pytest.importorskip("triton")
     from liveroll.attention.fast import GpuAttention
@@ -104,20 +102,20 @@ def test_samples_equal_those_that_read_all_keys(monkeypatch, name, settings):
     varied = [sampling, SamplingConfig(n=4, temperature=1.0, top_k=0, seed=3, max_new_tokens=3), sampling]
     settings = {"page_size": 4, "max_length": 48} | settings
     expected = RolloutEngine(model, config=RolloutConfig(**settings)).generate(PROMPTS, varied)
-    assert not expected.stats.cascade
-    monkeypatch.setattr(cascade, "WORTHWHILE_BYTES", 1)
+    assert not expected.stats.cascade_steps
+    monkeypatch.setattr(cascade, "WORTHWHILE_BYTES", least)
     monkeypatch.setattr("liveroll.decode.decoder.choose_backend", Interpreted)
     engine = RolloutEngine(model, config=RolloutConfig(**settings))
     batch = engine.generate(PROMPTS, varied)
     assert [c.token_ids for c in batch.completions] == [c.token_ids for c in expected.completions]
-    assert batch.stats.cascade
+    assert batch.stats.cascade_steps == 2 if least > 1 else batch.stats.cascade_steps > 2
     assert (batch.stats.preemptions > 0) == ("kv_tokens" in settings)
     # Prompts alone are other steps than those of samples that share, and both stay captured.
     captured = engine.captures
     alone = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=3))
     again = engine.generate(PROMPTS, varied)
     assert [c.token_ids for c in again.completions] == [c.token_ids for c in expected.completions]
-    assert (alone.stats.cascade, again.stats.cascade) == (False, True)
+    assert (alone.stats.cascade_steps, again.stats.cascade_steps) == (0, batch.stats.cascade_steps)
     assert engine.captures == captured + alone.stats.captures
 
 

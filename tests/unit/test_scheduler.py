@@ -12,6 +12,7 @@ from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
 from liveroll.scheduling.admission import REFILL_SHARE
+from liveroll.scheduling.clusters import NO_CLUSTERS, ClusterFinder
 from liveroll.scheduling.pages import SCRATCH_PAGE, PageAllocator
 from liveroll.scheduling.plan import DecodeStep, Outcome, PrefillStep, StepPlan, StepResult, Wait
 from liveroll.scheduling.request import Request
@@ -57,7 +58,7 @@ def cases(draw) -> Case:
         page_size=draw(st.integers(1, 5)),
         spare_pages=draw(st.integers(0, 10)),
         ahead=draw(st.integers(0, 3)),
-        cluster_rows=draw(st.integers(0, 4)),
+        cluster_rows=draw(st.sampled_from([0, 2, 3, 4])),
     )
 
 
@@ -76,7 +77,7 @@ class Drive:
             allocator=self.allocator,
             page_size=case.page_size,
             search_stop=search_stop,
-            cluster_rows=case.cluster_rows,
+            clusters=ClusterFinder(case.page_size, case.cluster_rows, 1) if case.cluster_rows else None,
         )
         self.device = FakeDevice(case.page_size)
         left = [r.sampling.max_new_tokens - r.given_mask.tolist().count(1) for r in self.requests]
@@ -216,11 +217,12 @@ class Drive:
 
     def check_clusters(self, plan: DecodeStep, rows: list[Request]) -> None:
         """Of the rows with one prompt all but one at most are in clusters, which hold the pages that it fills."""
-        if self.case.cluster_rows < 2:
+        clusters = NO_CLUSTERS if plan.clusters is None else plan.clusters
+        if not self.case.cluster_rows:
             assert plan.clusters is None
             return
         alone = Counter(key_of(request) for request in rows if len(request.prompt) >= self.case.page_size)
-        for members, tokens in zip(plan.clusters.members, plan.clusters.tokens, strict=True):
+        for members, tokens in zip(clusters.members, clusters.tokens, strict=True):
             cluster = [rows[member] for member in members if member >= 0]
             assert 2 <= len(set(map(id, cluster))) == len(cluster) <= self.case.cluster_rows
             assert {tokens} == {len(r.prompt) // self.case.page_size * self.case.page_size for r in cluster}

@@ -71,6 +71,8 @@ class StepRunner:
         self._launched: deque[_Launched] = deque()
         self._table_version = -1
         self.decode_steps = 0
+        self.cascade_steps = 0
+        """Decode steps in which attention read shared keys once."""
         self.prefilled_rows = 0
         """Rows that a prefill gave a token."""
 
@@ -156,6 +158,7 @@ class StepRunner:
         self._decoder.steps.capture_for(len(plan.slots), self._variant, self._wanted, cascade=cascade)
         self._timeline.launch("decode")
         self.decode_steps += 1
+        self.cascade_steps += cascade
         return self._decoder.steps.launch(plan.slots, plan.longest, self._variant, self._wanted, plan.clusters)
 
 

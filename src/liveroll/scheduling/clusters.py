@@ -22,6 +22,11 @@ class Clusters:
     members: np.ndarray
     tokens: np.ndarray
 
+    @property
+    def spared(self) -> int:
+        """Tokens whose keys are not read again, where those that a cluster shares are read once."""
+        return int(((self.members >= 0).sum(1) - 1) @ self.tokens)
+
 
 NO_CLUSTERS = Clusters(np.empty((0, 1), np.int32), np.empty(0, np.int32))
 
@@ -31,28 +36,29 @@ class ClusterFinder:
 
     Args:
         page_size: tokens in a page.
-        most: rows of a cluster; below 2 there are none.
+        most: rows of a cluster.
+        least_spared: tokens whose keys the clusters of a step must spare it to read again.
     """
 
-    def __init__(self, page_size: int, most: int) -> None:
+    def __init__(self, page_size: int, most: int, least_spared: int) -> None:
         self._page_size = page_size
-        self.most = most
+        self._most = most
+        self._least_spared = least_spared
         self._tenants = np.empty((2, 0), np.int64)
         self._found: Clusters | None = None
 
     def find(self, slots: np.ndarray, tenancies: np.ndarray, running: Mapping[int, Request]) -> Clusters | None:
-        """The clusters of a step, the same object for as long as its rows are the same; None where none are wanted.
+        """The clusters of a step, the same object while its rows are the same; None where they would spare too little.
 
         Args:
             slots: int64 slots of its rows.
             tenancies: int64, which tenant of each slot its row is.
             running: the request on each slot.
         """
-        if self.most < 2:
-            return None
         tenants = np.stack([slots, tenancies])
-        if self._found is None or not np.array_equal(tenants, self._tenants):
-            self._found = find_clusters([running[slot] for slot in slots.tolist()], self._page_size, self.most)
+        if not np.array_equal(tenants, self._tenants):
+            found = find_clusters([running[slot] for slot in slots.tolist()], self._page_size, self._most)
+            self._found = found if found.spared >= self._least_spared else None
             self._tenants = tenants
         return self._found
 

@@ -42,7 +42,7 @@ class Scheduler:
         page_size: tokens in a page.
         search_stop: finds stop strings; needed when a request has any.
         wanted: what results tell of each token besides its log-probability.
-        cluster_rows: most rows of a step whose shared keys attention reads once; below 2 it reads them for each.
+        clusters: finds rows whose shared keys attention is to read once; None where it reads them for each.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Scheduler:
         search_stop: StopSearch | None = None,
         wanted: Wanted = NOTHING,
         source: Source | None = None,
-        cluster_rows: int = 0,
+        clusters: ClusterFinder | None = None,
     ) -> None:
         waiting = [] if source is not None else order_of_admission(requests)
         self._source = source
         self._sharing = SharedPrompts(waiting, allocator, page_size)
-        self._clusters = ClusterFinder(page_size, cluster_rows)
+        self._clusters = clusters
         self._waiting = deque(waiting)
         self._allocator = allocator
         self._page_size = page_size
@@ -97,11 +97,6 @@ class Scheduler:
         """Prompt tokens that were not run because another sample of the prompt had run them."""
         return self._sharing.shared_tokens
 
-    @property
-    def finds_clusters(self) -> bool:
-        """Whether decode steps say which rows share keys."""
-        return self._clusters.most > 1
-
     def plan(self) -> StepPlan | Wait | None:
         """Decide the next step; None when every request has finished."""
         self._take_more()
@@ -116,7 +111,7 @@ class Scheduler:
         if not len(slots):
             return Wait()
         tenancies = self._tenancy[slots]
-        clusters = self._clusters.find(slots, tenancies, self._running)
+        clusters = None if self._clusters is None else self._clusters.find(slots, tenancies, self._running)
         step = DecodeStep(slots, tenancies, longest=int(self._position[slots].max()) + 1, clusters=clusters)
         self._position[slots] += 1
         self._left[slots] -= 1
