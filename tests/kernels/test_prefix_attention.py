@@ -62,6 +62,24 @@ def test_groups_and_pages(device, heads, kv_heads, page_size):
     check(*given, AttentionTraits(0.25, None, None))
 
 
+def test_rows_of_many_heads(device):
+    """Guards against clusters of no row, or of one, for the query heads that no program takes for two rows."""
+    half, full = torch.bfloat16, torch.float32
+    for group, dtype, rows in (
+        (1, half, 16), (32, half, 2), (33, half, 1), (128, half, 1), (8, full, 2), (9, full, 1), (1, torch.float64, 1)
+    ):  # fmt: skip
+        assert GpuAttention(device, 1).rows_together(group, dtype) == rows
+
+
+@pytest.mark.parametrize("programs", [12, 6])
+def test_splits_of_many_keys(monkeypatch, device, programs):
+    """Guards against shared keys that one kernel cuts otherwise than the other merges them, where splits are few."""
+    monkeypatch.setattr("liveroll.kernels.prefix_attention._PROGRAMS", programs)
+    lengths = [401, 641, 656, 900, 5, 402]
+    given = sharing({(3, 1): 40, (0, 5): 25}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE)
+    check(*given, AttentionTraits(0.3, None, None))
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_several_splits(device, softcap, with_sinks):

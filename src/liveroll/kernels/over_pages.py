@@ -18,7 +18,7 @@ _LEAST_CHUNK = tl.constexpr(LEAST_CHUNK)
 
 @triton.jit
 def chunk_of(count, splits, BLOCK: tl.constexpr):
-    """Keys in each split of `count`: a multiple of `BLOCK`, or more where there would be more than `splits`."""
+    """Keys in each split but the last of `count`: a multiple of `BLOCK`, and so many that `splits` take them all."""
     return tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, _LEAST_CHUNK)
 
 
