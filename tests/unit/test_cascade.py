@@ -7,7 +7,9 @@ from fake_device import make_request
 from zoo import VOCAB_SIZE, build, ragged_prompts
 
 from liveroll import ConfigError, RolloutConfig, RolloutEngine, SamplingConfig
+from liveroll.decode import prefixes
 from liveroll.decode.prefixes import PrefixTable
+from liveroll.decode.upload import upload_into
 from liveroll.planning import cascade
 from liveroll.planning.cascade import WORTHWHILE_BYTES, least_spared
 from liveroll.scheduling.clusters import NO_CLUSTERS, ClusterFinder, Clusters, find_clusters
@@ -79,6 +81,24 @@ def test_what_a_step_is_told():
     assert told(9) == [[8, 4, 0, 8, 8, 0, 4, 0, 0], [8, 4, 0, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3, [-1] * 3]]
 
 
+def test_an_interrupt_while_clusters_are_uploaded(monkeypatch):
+    """Guards against clusters that count as uploaded, where others were half written over them."""
+    table = PrefixTable(4, 2, torch.device("cpu"))
+    first, other = (Clusters(np.array([rows], np.int32), np.array([8], np.int32)) for rows in ([0, 1], [2, 3]))
+    table.load(first, 4)
+
+    def upload_and_stop(array, target):
+        upload_into(array, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefixes, "upload_into", upload_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            table.load(other, 4)
+    table.load(first, 4)
+    assert table.view(4).members.tolist() == [[0, 1], [-1, -1]]
+
+
 @pytest.mark.parametrize(
     ("name", "least", "settings"),
     [
@@ -117,6 +137,23 @@ def test_samples_equal_those_that_read_all_keys(monkeypatch, name, least, settin
     assert [c.token_ids for c in again.completions] == [c.token_ids for c in expected.completions]
     assert (alone.stats.cascade_steps, again.stats.cascade_steps) == (0, batch.stats.cascade_steps)
     assert engine.captures == captured + alone.stats.captures
+
+
+def test_layers_that_all_have_windows(monkeypatch):
+    """Guards against steps captured apart, and counted, in which no layer reads keys once."""
+    pytest.importorskip("triton")
+    from liveroll.attention.fast import GpuAttention
+    from liveroll.attention.reference import ReferenceAttention
+
+    class Interpreted(GpuAttention):
+        packed, paged = ReferenceAttention.packed, ReferenceAttention.paged
+
+    monkeypatch.setattr(cascade, "WORTHWHILE_BYTES", 1)
+    monkeypatch.setattr("liveroll.decode.decoder.choose_backend", Interpreted)
+    for name, shares in (("mistral", False), ("llama", True)):
+        engine = RolloutEngine(build(name), config=RolloutConfig(page_size=4, max_length=48))
+        stats = engine.generate(PROMPTS, SamplingConfig(n=3, max_new_tokens=3, temperature=1.0)).stats
+        assert (stats.cascade_steps > 0) == shares
 
 
 def test_it_needs_a_gpu():
