@@ -71,7 +71,8 @@ class RolloutConfig:
             cannot be fused, and `engine.fusion` says why; True makes that an error.
         cascade: whether attention in decode steps reads the keys of a prompt once for several of its samples, on a GPU.
             `auto` does in steps in which that spares enough; True does in all in which samples share pages, and needs a
-            GPU. Numbers then differ by rounding from those of rows that read all keys for themselves.
+            GPU. Neither does in float64, with more than 32 query heads to a KV head (8 in float32), or where all layers
+            have windows. Numbers differ by rounding from those of rows that read all keys for themselves.
         gather_weights: whether weights that ranks hold in parts (ZeRO-3, `fully_shard`) are gathered once for a whole
             call, which is then captured like any other. False gathers them layer by layer in every forward, all ranks
             in step. `auto` gathers them whole where memory allows on every rank; True makes that an error.
