@@ -248,7 +248,11 @@ class RolloutEngine:
         return self._decoder.fusion.report
 
     def unfuse(self) -> None:
-        """Give the parameters of fused projections memory of their own again. The next call fuses them anew."""
+        """Give the parameters of fused projections memory of their own again. The next call fuses them anew.
+
+        That is also for those that another engine fused, which may be gone. Parameters that somebody has laid elsewhere
+        or tied since stay where they are.
+        """
         with self._occupancy.claim():
             self._decoder.fusion.separate()
 

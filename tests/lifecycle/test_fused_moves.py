@@ -124,6 +124,55 @@ def test_unfuse(model):
         engine.unfuse()
 
 
+def flatten(model):
+    parameters = list(model.parameters())
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
+
+
+def share(model):
+    model.share_memory()
+
+
+def tie(model):
+    attention(model, 0).k_proj.weight.data = attention(model, 1).k_proj.weight.data
+
+
+@pytest.mark.parametrize("change", [move, flatten, share, tie])
+def test_unfuse_leaves_what_was_laid_elsewhere(model, change):
+    """Guards against weights taken out of a flat buffer, shared memory or a tie that came after they were fused."""
+    engine = fused(model, fuse="auto")
+    check(engine, model, prompts(8))
+    change(model)
+    where = weights(model)[1].data_ptr()
+    engine.unfuse()
+    assert weights(model)[1].data_ptr() == where
+    if change is tie:
+        assert attention(model, 1).k_proj.weight.data_ptr() == where
+    check(engine, model, prompts(8))
+
+
+def test_unfuse_in_inference_mode(model):
+    """Guards against weights that cannot be trained any more, as those that inference mode makes."""
+    engine = fused(model)
+    check(engine, model, prompts(8))
+    with torch.inference_mode():
+        engine.unfuse()
+    assert not lie_together(weights(model))
+    ids = torch.tensor(prompts(8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_unfuse_what_an_engine_left_that_is_gone(model):
+    """Guards against weights that nothing separates any more, because the engine that fused them was deleted."""
+    check(fused(model), model, prompts(8))
+    assert lie_together(weights(model))
+    engine_of(model).unfuse()
+    assert not lie_together(weights(model))
+
+
 def test_two_engines_share_what_is_fused(model):
     """Guards against engines that move the weights back and forth."""
     engine, other, apart = fused(model), fused(model), engine_of(model)

@@ -86,6 +86,12 @@ def tag(model):
     layer.weight = Tagged(layer.weight.detach())
 
 
+def make_in_inference_mode(model):
+    layer = attention(model).k_proj
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
 def hook(model):
     attention(model).q_proj.register_forward_hook(lambda module, given, output: given[0].mul_(0.5) * 0 + output)
 
@@ -140,6 +146,7 @@ def never_call(model):
         (normalise, "q_proj is a ParametrizedLinear and not an nn.Linear"),
         (compute, "a weight is not a parameter, but computed from others"),
         (tag, "k_proj.weight is a Tagged"),
+        (make_in_inference_mode, "k_proj.weight was made in inference mode"),
         (hook, "q_proj has forward hooks"),
         (hook_before, "k_proj has forward hooks"),
         (change_input, "they are not given the same input"),

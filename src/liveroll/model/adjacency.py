@@ -10,8 +10,12 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
+
+_laid: dict[StorageWeakRef, int] = {}
+"""Where the storages lie that were laid together, for as long as there is one."""
 
 
 def lie_together(parameters: Sequence[Tensor]) -> bool:
@@ -34,14 +38,26 @@ def lay_together(parameters: Sequence[Tensor]) -> None:
     Args:
         parameters: `[rows, ...]` each, alike but for the number of rows.
     """
+    for gone in [storage for storage in list(_laid) if storage.expired()]:
+        _laid.pop(gone, None)
     rows = [len(parameter) for parameter in parameters]
     buffer = parameters[0].detach().new_empty(sum(rows), *parameters[0].shape[1:])
     for parameter, place in zip(parameters, buffer.split(rows), strict=True):
         place.copy_(parameter)
         # The import makes a storage that begins and ends with the rows, and keeps the buffer.
         parameter.data = from_dlpack(place)
+        _laid[StorageWeakRef(parameter.untyped_storage())] = parameter.data_ptr()
 
 
+def was_laid(parameter: Tensor) -> bool:
+    """Whether a parameter is where `lay_together` put it, and nobody has laid it elsewhere since."""
+    if type(parameter) is not nn.Parameter:  # others may have no storage to ask for
+        return False
+    return _laid.get(StorageWeakRef(parameter.untyped_storage())) == parameter.data_ptr()
+
+
+# Parameters made in inference mode could not be trained any more.
+@torch.inference_mode(False)
 @torch.no_grad()
 def lay_apart(parameters: Sequence[Tensor]) -> None:
     """Give each parameter memory of its own."""

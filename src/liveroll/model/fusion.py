@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liveroll.errors import FusionError
-from liveroll.model.adjacency import lay_apart, lay_together, lie_together
+from liveroll.model.adjacency import lay_apart, lay_together, lie_together, was_laid
 from liveroll.model.product import Forward, SharedProduct, replaced_forwards
-from liveroll.model.projections import Group, count_owners, find_groups, foreign_layout, refusal
+from liveroll.model.projections import Group, count_owners, find_groups, foreign_layout, refusal, tied
 from liveroll.model.signature import walk
 from liveroll.types import RolloutFusion
 
@@ -107,11 +107,15 @@ class Fusion:
                 product.forget()
 
     def separate(self) -> None:
-        """Give the parameters of fused projections memory of their own again; the next call fuses anew."""
-        while self._products:
-            group, _ = self._products.popitem()
+        """Give the parameters of fused projections memory of their own again; the next call fuses anew.
+
+        Also those that another engine fused, which may be gone. What somebody else has laid out or tied since stays.
+        """
+        self._products = {}
+        owners = count_owners(walk(self._model))
+        for group in find_groups(self._model):
             for kind in ("weight", "bias"):
-                lay_apart(group.parameters(kind))
+                lay_apart([p for p in group.parameters(kind) if was_laid(p) and not tied(p, owners)])
 
 
 def _join(group: Group) -> SharedProduct:

@@ -106,7 +106,7 @@ def _refusals(group: Group, owners: Mapping[int, int]) -> Iterator[str]:
         if kind == "weight" and len(parameters) < len(group.linears):
             yield "a weight is not a parameter, but computed from others"
         for name, parameter in zip(group.names, parameters, strict=False):
-            if reason := _foreign(parameter) or _tied(parameter, owners):
+            if reason := _foreign(parameter) or tied(parameter, owners):
                 yield f"{name}.{kind} {reason}"
         for aspect in ("dtype", "device"):
             if len({getattr(parameter, aspect) for parameter in parameters}) > 1:
@@ -126,6 +126,8 @@ def _foreign(parameter: Tensor) -> str | None:
         return f"is a {type(parameter).__name__}"
     if parameter.device.type not in ("cpu", "cuda"):
         return f"is on the device {parameter.device}"
+    if parameter.is_inference():
+        return "was made in inference mode"
     if not parameter.is_contiguous():
         return "is not contiguous"
     if parameter.untyped_storage().nbytes() != parameter.nbytes:
@@ -135,6 +137,7 @@ def _foreign(parameter: Tensor) -> str | None:
     return None
 
 
-def _tied(parameter: Tensor, owners: Mapping[int, int]) -> str | None:
-    tied = owners.get(parameter.untyped_storage().data_ptr(), 0) > 1
-    return "is tied to another parameter" if tied else None
+def tied(parameter: Tensor, owners: Mapping[int, int]) -> str | None:
+    """Why a parameter is not alone in its storage; None where it is. `owners` is as for `refusal`."""
+    shared = owners.get(parameter.untyped_storage().data_ptr(), 0) > 1
+    return "is tied to another parameter" if shared else None
