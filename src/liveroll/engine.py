@@ -252,6 +252,9 @@ class RolloutEngine:
 
         That is also for those that another engine fused, which may be gone. Parameters that somebody has laid elsewhere
         or tied since stay where they are.
+
+        Raises:
+            EngineStateError: a stream of this engine, or of another one of the model, is open, or a call is running.
         """
         with self._occupancy.claim():
             self._decoder.fusion.separate()
@@ -301,4 +304,5 @@ class RolloutEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._occupancy.end()
+        self._decoder.fusion.leave()
         self.shutdown()

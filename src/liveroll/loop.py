@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -40,6 +40,7 @@ class RolloutLoop:
         self._model = model
         self._config = config
         self._guard = guard
+        self._fusion = decoder.fusion
         self._stage = Stage(model, config, guard, decoder, router)
 
     def takes_ordinary(self, call: Call) -> bool:
@@ -52,7 +53,7 @@ class RolloutLoop:
 
     def run(
         self, call: Call, ordinary: bool, cutoff: Cutoff, stats: StatsRecorder, source: Source | None = None
-    ) -> Iterator[list[Request]]:
+    ) -> Generator[list[Request]]:
         """Run a call: first the requests that had nothing to do, then after each step those that it finished.
 
         Args:
@@ -70,18 +71,19 @@ class RolloutLoop:
             for part in [call] if source is None else _parts(call, source):
                 yield from run_ordinary(self._model, part, slots, cutoff, stats.timeline, stats.record_chunk)
             return
-        scheduler, runner = self._stage.set_up(call, source, stats)
-        stats.timeline.enter("scheduling")
-        while (plan := scheduler.plan()) is not None:
-            waiting = isinstance(plan, Wait)
-            if not isinstance(plan, Wait):
-                runner.launch(plan)
-            for done, result in runner.collect(everything=waiting):
-                stats.timeline.enter("scheduling")
-                yield scheduler.commit(done, result)
-                if due := cutoff.due(scheduler.sampled):
-                    yield scheduler.abort(due)
+        with self._fusion.reading():
+            scheduler, runner = self._stage.set_up(call, source, stats)
             stats.timeline.enter("scheduling")
+            while (plan := scheduler.plan()) is not None:
+                waiting = isinstance(plan, Wait)
+                if not isinstance(plan, Wait):
+                    runner.launch(plan)
+                for done, result in runner.collect(everything=waiting):
+                    stats.timeline.enter("scheduling")
+                    yield scheduler.commit(done, result)
+                    if due := cutoff.due(scheduler.sampled):
+                        yield scheduler.abort(due)
+                stats.timeline.enter("scheduling")
 
     @contextmanager
     def mode(self, ordinary: bool) -> Iterator[None]:

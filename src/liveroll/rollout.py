@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from copy import copy
 from functools import partial
 from typing import Any
@@ -213,16 +214,20 @@ class Rollout:
         with self._occupancy.claim() as claim:
             claim.cutoff = Cutoff(call.requests, limits)
             ordinary = self._loop.takes_ordinary(call)
-            steps = self._loop.run(call, ordinary, claim.cutoff, StatsRecorder(Timeline(), self._config.max_slots))
-            while True:
-                with self._loop.mode(ordinary):
-                    finished = next(steps, None)
-                if finished is None:
-                    return
-                for request in finished:
-                    yield make_completion(request, call.prompts, self._tokenizer)
-                    if not self._occupancy.holds(claim):
-                        raise EngineStateError("the engine was left while this stream was open, and its rows are gone")
+            stats = StatsRecorder(Timeline(), self._config.max_slots)
+            # Whoever keeps an error of the stream would keep its steps open.
+            with closing(self._loop.run(call, ordinary, claim.cutoff, stats)) as steps:
+                while True:
+                    with self._loop.mode(ordinary):
+                        finished = next(steps, None)
+                    if finished is None:
+                        return
+                    for request in finished:
+                        yield make_completion(request, call.prompts, self._tokenizer)
+                        if not self._occupancy.holds(claim):
+                            raise EngineStateError(
+                                "the engine was left while this stream was open, and its rows are gone"
+                            )
 
     def _refuse_model(self) -> None:
         if self._refusal is not None:

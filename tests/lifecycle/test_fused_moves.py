@@ -173,6 +173,69 @@ def test_unfuse_what_an_engine_left_that_is_gone(model):
     assert not lie_together(weights(model))
 
 
+@pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "left"])
+def test_weights_stay_while_another_engine_reads_them(model, end):
+    """Guards against captured steps of an open stream that are replayed over memory that the weights have left."""
+    reader, engine, strict, elsewhere = engine_of(model), fused(model, fuse="auto"), fused(model), zoo.build("qwen2")
+    stream = reader.stream(prompts(8), [SamplingConfig(max_new_tokens=n) for n in (2, 6, 6, 6)])
+    next(stream)
+    where = [parameter.data_ptr() for parameter in model.parameters()]
+    check(engine, model, prompts(8))
+    assert set(engine.fusion.refused.values()) == {"a call of another engine reads them where they are"}
+    with pytest.raises(FusionError, match="a call of another engine reads them where they are"):
+        check(strict, model, prompts(8))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == where
+    check(fused(elsewhere), elsewhere, prompts(8))
+    if end == "exhausted":
+        assert len(list(stream)) == 3
+    elif end == "closed":
+        stream.close()
+    elif end == "dropped":
+        del stream
+    else:
+        reader.__exit__(None, None, None)
+    for each in (engine, strict):
+        check(each, model, prompts(8))
+        assert len(each.fusion.fused) == 4
+        assert each.fusion.refused == {}
+
+
+def test_weights_may_move_after_a_stream_that_failed(model):
+    """Guards against a call that counts as open for as long as somebody keeps the error that ended it."""
+    reader, errors = engine_of(model), []
+    stream = reader.stream(prompts(8), [SamplingConfig(max_new_tokens=n) for n in (2, 6, 6, 6)])
+    next(stream)
+
+    def read_on(*_):
+        if not errors:
+            with pytest.raises(EngineStateError, match="another rollout of this model") as error:
+                list(stream)
+            errors.append(error.value)
+
+    hook = model.register_forward_hook(read_on)
+    engine_of(model, capture=False).generate(prompts(8), SamplingConfig(max_new_tokens=2))
+    hook.remove()
+    assert len(errors) == 1
+    check(fused(model), model, prompts(8))
+
+
+def test_unfuse_while_another_engine_reads(model):
+    """Guards against weights that are moved from under an open stream by an engine that is not running."""
+    reader, engine = fused(model), fused(model)
+    check(engine, model, prompts(8))
+    stream = reader.stream(prompts(8), [SamplingConfig(max_new_tokens=n) for n in (2, 6, 6, 6)])
+    next(stream)
+    # What lies together need not move.
+    check(fused(model), model, prompts(8))
+    with pytest.raises(EngineStateError, match="another engine of this model"):
+        engine.unfuse()
+    assert lie_together(weights(model))
+    assert len(engine.fusion.fused) == 4
+    assert len(list(stream)) == 3
+    engine.unfuse()
+    assert not lie_together(weights(model))
+
+
 def test_two_engines_share_what_is_fused(model):
     """Guards against engines that move the weights back and forth."""
     engine, other, apart = fused(model), fused(model), engine_of(model)

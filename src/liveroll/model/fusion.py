@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liveroll.errors import FusionError
+from liveroll.errors import EngineStateError, FusionError
 from liveroll.model.adjacency import lay_apart, lay_together, lie_together, was_laid
 from liveroll.model.product import Forward, SharedProduct, replaced_forwards
 from liveroll.model.projections import Group, count_owners, find_groups, foreign_layout, refusal, tied
@@ -20,6 +20,9 @@ from liveroll.types import RolloutFusion
 logger = logging.getLogger("liveroll")
 
 _Call = tuple[int, Tensor, int]
+
+_reading: dict[object, tuple[Fusion, PreTrainedModel]] = {}
+"""The calls that are running or whose streams are open: captured steps of theirs know where the weights lie."""
 
 
 class Fusion:
@@ -83,7 +86,11 @@ class Fusion:
             return False
         modules = walk(self._model)
         owners, foreign = count_owners(modules), foreign_layout(modules)
-        reasons = {group: foreign or refusal(group, owners) or misfit for group, misfit in self._found.items()}
+        read = "a call of another engine reads them where they are" if self._read_by_others() else None
+        reasons = {
+            group: foreign or refusal(group, owners) or misfit or (read if _apart(group) else None)
+            for group, misfit in self._found.items()
+        }
         refused = {group: reason for group, reason in reasons.items() if reason is not None}
         if refused and self._fuse is True:
             group, reason = next(iter(refused.items()))
@@ -91,8 +98,28 @@ class Fusion:
         products = {group: _join(group) for group in self._found if group not in refused}
         if refused and refused != self._refused:
             logger.info("%d groups of projections are not fused; engine.fusion says why", len(refused))
-        self._products, self._refused, self._fresh = products, refused, False
+        # What another call is in the way of is decided by the next.
+        self._products, self._refused, self._fresh = products, refused, read is not None
         return True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a call, keep other engines of the model from moving the weights."""
+        token = object()
+        try:
+            _reading[token] = self, self._model
+            yield
+        finally:
+            _reading.pop(token, None)
+
+    def leave(self) -> None:
+        """Let other engines move the weights, although streams of this one are still open."""
+        for token, (reader, _) in list(_reading.items()):
+            if reader is self:
+                _reading.pop(token, None)
+
+    def _read_by_others(self) -> bool:
+        return any(model is self._model and reader is not self for reader, model in list(_reading.values()))
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -110,7 +137,15 @@ class Fusion:
         """Give the parameters of fused projections memory of their own again; the next call fuses anew.
 
         Also those that another engine fused, which may be gone. What somebody else has laid out or tied since stays.
+
+        Raises:
+            EngineStateError: a call of another engine is running, or a stream of it open.
         """
+        if self._read_by_others():
+            raise EngineStateError(
+                "another engine of this model is running, or a stream of it is still open, and reads the weights where "
+                "they are; exhaust or close it first"
+            )
         self._products = {}
         owners = count_owners(walk(self._model))
         for group in find_groups(self._model):
@@ -118,11 +153,15 @@ class Fusion:
                 lay_apart([p for p in group.parameters(kind) if was_laid(p) and not tied(p, owners)])
 
 
+def _apart(group: Group) -> list[list[Tensor]]:
+    """The weights, and the biases, of a group that do not lie together."""
+    found = [group.parameters(kind) for kind in ("weight", "bias")]
+    return [parameters for parameters in found if parameters and not lie_together(parameters)]
+
+
 def _join(group: Group) -> SharedProduct:
-    for kind in ("weight", "bias"):
-        parameters = group.parameters(kind)
-        if parameters and not lie_together(parameters):
-            lay_together(parameters)
+    for parameters in _apart(group):
+        lay_together(parameters)
     return SharedProduct(group)
 
 
