@@ -103,6 +103,21 @@ def test_a_recompilation_is_named():
 
 
 @pytest.mark.usefixtures("traced")
+def test_a_recompilation_is_named_in_one_line():
+    """Guards against a reason that is told with the whole stack of the model's forward."""
+    model = zoo.build("qwen2")
+    engine = engine_of(model)
+    check(engine, model, 2)
+    # As after a trainer has turned checkpointing on and off: layers have of their own what their class has.
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = False
+    check(engine, model, 2)
+    assert len(engine.compilations) == 2
+    assert "gradient_checkpointing" in engine.compilations[1]
+    assert "\n" not in engine.compilations[1]
+
+
+@pytest.mark.usefixtures("traced")
 def test_a_single_row_has_code_of_its_own():
     """Guards against code that knows the pages it ran over, and is compiled again once there are others."""
     model = zoo.build("qwen2")

@@ -213,4 +213,5 @@ def inductor(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
 def last_recompile_reason() -> str | None:
     """Why what was compiled last had been compiled before and did not fit any more; None if it had not."""
     records = get_compilation_metrics()
-    return records[-1].recompile_reason if records else None
+    reason = records[-1].recompile_reason if records else None
+    return reason and reason.splitlines()[0]  # the rest is the stack that it was found in
