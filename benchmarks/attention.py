@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import COPY_BYTES_PER_SECOND, report
+from common import COPY_BYTES_PER_SECOND, need_gpu, report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    need_gpu(parser)
     results: list[dict[str, Any]] = []
     shown = Table("heads", "prompts x samples of tokens", "floor us", "each row us", "once us", "spared MiB")
     for name, heads in HEADS.items():

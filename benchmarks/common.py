@@ -6,6 +6,7 @@ import json
 import platform
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,12 @@ def build(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def need_gpu(parser: ArgumentParser) -> None:
+    """End a benchmark of a GPU at once where there is none, rather than by what torch says of its first tensor."""
+    if not torch.cuda.is_available():
+        parser.error("this measures on a GPU, and there is none")
 
 
 def prompts_of(lengths: list[int], vocab_size: int, seed: int = 1) -> list[list[int]]:

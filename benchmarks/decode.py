@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
-from common import COPY_BYTES_PER_SECOND, build, median, prompts_of, report
+from common import COPY_BYTES_PER_SECOND, GEOMETRIES, build, median, need_gpu, prompts_of, report
 from contenders import PEERS, VARIANTS, Case, Ours, Run, clear, find_deepspeed
 from rich.console import Console
 from rich.table import Table
@@ -146,26 +147,45 @@ def show(results: dict[str, Any]) -> None:
     Console(width=150).print(table)
 
 
-def main() -> None:
+def names_in(text: str, known: Collection[str]) -> list[str]:
+    """The names in a list that is separated by semicolons, or by commas where names have none."""
+    separator = ";" if ";" in text or text.strip() in known else ","
+    return [name.strip() for name in text.split(separator) if name.strip()]
+
+
+def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; `cases` and `contenders` as lists of names. Exits where one of them is not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="3B")
+    parser.add_argument("--model", choices=GEOMETRIES, default="3B")
     parser.add_argument("--cases", default="A,B,C,D,E,F,G")
-    parser.add_argument("--contenders", default=",".join((*VARIANTS, *PEERS)), help="separated by commas, or by ;")
+    parser.add_argument("--contenders", default=";".join((*VARIANTS, *PEERS)), help="separated by commas, or by ;")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience", type=float, default=2.0, help="seconds after which a peer is not repeated")
     parser.add_argument("--deepspeed", type=Path, default=None, help="folder of DeepSpeed's Python files")
     parser.add_argument("--curve", action="store_true", help="ms a step over rows and context, by the last variant")
     parser.add_argument("--name", default=None, help="of the result")
     parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    cases = make_cases(GEOMETRIES[arguments.model]["vocab_size"])
+    for what, known in (("cases", cases), ("contenders", (*VARIANTS, *PEERS))):
+        names = names_in(getattr(arguments, what), known)
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"no {what} of these names: {'; '.join(unknown)}; there are {'; '.join(known)}")
+        setattr(arguments, what, names)
+    if arguments.curve and not set(arguments.contenders) & set(VARIANTS):
+        parser.error(f"--curve needs one of the contenders {'; '.join(VARIANTS)}")
+    need_gpu(parser)
+    return arguments
+
+
+def main() -> None:
+    arguments = read_arguments()
     find_deepspeed(arguments.deepspeed)
-    wanted = [name.strip() for name in arguments.contenders.split(";" if ";" in arguments.contenders else ",")]
-    if unknown := [name for name in wanted if name not in (*VARIANTS, *PEERS)]:
-        parser.error(f"no contenders of these names: {unknown}; there are {[*VARIANTS, *PEERS]}")
+    wanted = arguments.contenders
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build(arguments.model, torch.bfloat16, "cuda")
     cases = make_cases(model.config.get_text_config().vocab_size)
-    chosen = [cases[name] for name in arguments.cases.split(",") if name]
+    chosen = [cases[name] for name in arguments.cases]
     ours = {name: Ours(model, name) for name in wanted if name in VARIANTS}
     runs: dict[str, Run] = {**ours, **{name: PEERS[name](model) for name in wanted if name in PEERS}}
     results = {}

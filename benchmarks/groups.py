@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import build, median, milliseconds, prompts_of, report
+from common import build, median, milliseconds, need_gpu, prompts_of, report
 
 from liveroll import RolloutBatch, RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.tools.embedded import load_embedded
@@ -54,6 +54,7 @@ def main() -> None:
         model, _ = load_embedded()
         count, samples, width, new = 8, 4, 32, 16
     else:
+        need_gpu(parser)
         model = build("3B", torch.bfloat16, "cuda")
         count, samples, width, new = 64, 8, 256, 256
     slots = arguments.slots or count * samples

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import build, median, milliseconds, prompts_of, report
+from common import build, median, milliseconds, need_gpu, prompts_of, report
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
 
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", choices=["speed", "bfloat16", "float32"], help="one part alone")
     arguments = parser.parse_args()
+    need_gpu(parser)
     torch.backends.cuda.matmul.allow_tf32 = False
     parts = [arguments.part] if arguments.part else ["speed", "bfloat16", "float32"]
     result: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GEOMETRIES, build, median, milliseconds, prompts_of, report
+from common import GEOMETRIES, build, median, milliseconds, need_gpu, prompts_of, report
 
 from liveroll import RolloutConfig, RolloutEngine, SamplingConfig
 from liveroll.attention.layout import PackedLayout
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
+    need_gpu(parser)
     result = {"attention": attention(arguments.geometry)}
     print(result, flush=True)
     settings = {"compile": arguments.compile, "fuse": arguments.fuse}

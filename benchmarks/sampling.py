@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import report
+from common import need_gpu, report
 
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState, Setting
@@ -172,8 +172,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--step-ms", type=float, default=2.99)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures kernels on a GPU, and there is none")
+    need_gpu(parser)
     times: dict[str, dict[str, float]] = {}
     checks: dict[str, dict[str, Any]] = {}
     for rows in ROWS:

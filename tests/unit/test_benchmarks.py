@@ -1,0 +1,58 @@
+"""What benchmarks are asked for, before they measure anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = set(sys.modules)
+    import decode
+
+    yield decode
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+def test_the_decode_benchmark_takes_every_contender(decode):
+    """Guards against names with a comma in them that are taken for two, so that the bare command does nothing."""
+    arguments = decode.read_arguments([])
+    assert arguments.contenders == [*decode.VARIANTS, *decode.PEERS]
+    assert arguments.cases == ["A", "B", "C", "D", "E", "F", "G"]
+    for name in arguments.contenders:
+        assert decode.read_arguments(["--contenders", name]).contenders == [name]
+    assert decode.read_arguments(["--contenders", "fused, eager"]).contenders == ["fused", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--cases", "A,Z"], "no cases of these names: Z; there are A; B"),
+        (["--contenders", "quick"], "no contenders of these names: quick; there are eager"),
+        (["--model", "4B"], "invalid choice: '4B'"),
+        (["--contenders", "DeepSpeed", "--curve"], "--curve needs one of the contenders eager"),
+    ],
+)
+def test_the_decode_benchmark_refuses_what_it_does_not_know(decode, given, message, capsys):
+    """Guards against a name that is found to be wrong once a model was built, or all the rest was measured."""
+    with pytest.raises(SystemExit):
+        decode.read_arguments(given)
+    assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_without_a_gpu_says_so(decode, monkeypatch, capsys):
+    """Guards against a traceback out of torch's depths."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        decode.read_arguments([])
+    assert "this measures on a GPU, and there is none" in capsys.readouterr().err
