@@ -51,8 +51,8 @@ class RolloutConfig:
         prefill_capture: whether packed prefills are captured as decode steps are, filled up to one of a few sizes.
             `auto` does so on a GPU wherever `capture` allows it, and runs them eagerly where they cannot be, and says
             why in the stats; True does so on a CPU too, and makes that an error; False never captures them.
-        prefill_capture_tokens: tokens up to which a packed prefill is captured. Launching kernels takes longer than
-            running them up to about here; beyond, a prefill runs eagerly.
+        prefill_capture_tokens: tokens up to which a packed prefill is captured; up to 2^24. Launching kernels takes
+            longer than running them up to about the default; beyond, a prefill runs eagerly.
         prefill_max_tokens: token positions, padding included, in one prefill forward; None removes the limit. Where
             `costs` are given, the smaller of this and their `max_tokens` holds.
         fallback: what happens to a model or setting that the engine cannot run exactly. `error` refuses it;
@@ -142,7 +142,7 @@ class RolloutConfig:
         for name in ("capture", "prefill_capture", "compile", "fuse", "cascade", "gather_weights"):
             if getattr(self, name) != "auto":
                 check_flag(self, name, besides='"auto"')
-        check_whole(self, "prefill_capture_tokens", low=1)
+        check_whole(self, "prefill_capture_tokens", low=1, high=MOST_TOKENS)
         if self.prefill_capture is True and self.capture is False:
             raise ConfigError("RolloutConfig.prefill_capture is True and capture False, which captures nothing")
         check_whole(self, "max_captures", low=1, optional=True)

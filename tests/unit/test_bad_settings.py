@@ -27,7 +27,7 @@ BAD_ROLLOUT = {
     "auto_routes": [None, (), [], "packed", ("packd",), ("auto",), ("packed", "packed"), ("ordinary",), (1,), [["a"]]],
     "costs": [0, 1.5, True, "", b"costs.json", {"fixed_ms": 1.0}, [1.0]],
     "prefill_capture": [0, "yes", None],
-    "prefill_capture_tokens": [0, -1, None, *NOT_WHOLE],
+    "prefill_capture_tokens": [0, -1, 10**12, None, *NOT_WHOLE],
     "prefill_max_tokens": [0, -1, *NOT_WHOLE],
     "fallback": ["", None, True, "never"],
     "training_mode": [0, 1, "eval"],
