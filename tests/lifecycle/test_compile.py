@@ -1,6 +1,8 @@
 """Compiled decode steps: same tokens, compiled once, whatever happens to the weights."""
 
+import gc
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -128,6 +130,19 @@ def test_a_single_row_has_code_of_its_own():
     engine.release()
     check(engine, model, 1)
     assert len(engine.compilations) == 2
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_model_goes_with_its_last_reference():
+    """Guards against a model that torch keeps for good, in the compiler that it was compiled by."""
+    model = zoo.build("qwen2")
+    engine = engine_of(model, prefill_capture=True)
+    engine.generate([[1, 2, 3], [4]], GREEDY)
+    assert len(engine.compilations) == 2
+    gone = weakref.ref(model)
+    del engine, model
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.usefixtures("traced")

@@ -46,11 +46,11 @@ class TunedForward:
         self._compiled: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None
         self.compilations: list[str] = []
         """Why code was compiled, each time it was."""
-        self._compiled_graphs = 0
+        self._compiler = _Compiler()
         self.uncompiled_reason: str | None = None
         if compile is True or (compile == "auto" and model.device.type == "cuda"):
             run = types.MethodType(_own_copy(cast(types.FunctionType, type(self)._run)), self)
-            self._compiled = torch.compile(run, backend=self._count, fullgraph=True)
+            self._compiled = torch.compile(run, backend=self._compiler, fullgraph=True)
 
     def __call__(self, tokens: Tensor, positions: Tensor, keep: Tensor | int = 0) -> Tensor:
         """Logits `[B, K, V]` behind tokens `[B, T]` at positions `[B, T]`, both int64.
@@ -84,17 +84,24 @@ class TunedForward:
             self._compiled, self.uncompiled_reason = None, reason
             logger.warning("running without compilation: %s", reason)
             return self._run(tokens, positions, keep)
-        if self._compiled_graphs > len(self.compilations):
+        if self._compiler.graphs > len(self.compilations):
             self.compilations.append(last_recompile_reason() or "the first run")
         return logits
 
     def _run(self, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         return self._forward(tokens, positions, PassingCache(), keep=keep)
 
-    def _count(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+
+class _Compiler:
+    """Compiles traced graphs and counts them. torch keeps every one for good, so it must not know of any model."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         rewrite(graph)
         compiled = inductor(graph, inputs)
-        self._compiled_graphs += 1
+        self.graphs += 1
         return compiled
 
 
