@@ -10,6 +10,8 @@ from liveroll.attention.reference import ReferenceAttention
 from liveroll.kernels.prefix_attention import rows_together
 from liveroll.model.geometry import AttentionTraits
 
+# Of rows 1 and 3 the shared keys are cut into six splits.
+LENGTHS, LONG = [401, 1361, 656, 1500, 5, 402], {(3, 1): 84, (0, 5): 25}
 SHAPE = {"heads": 4, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "page_size": 16}
 
 
@@ -75,8 +77,7 @@ def test_rows_of_many_heads(device):
 def test_splits_of_many_keys(monkeypatch, device, programs):
     """Guards against shared keys that one kernel cuts otherwise than the other merges them, where splits are few."""
     monkeypatch.setattr("liveroll.kernels.prefix_attention._PROGRAMS", programs)
-    lengths = [401, 641, 656, 900, 5, 402]
-    given = sharing({(3, 1): 40, (0, 5): 25}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE)
+    given = sharing(LONG, 8, device=device, dtype=torch.float32, lengths=LENGTHS, **SHAPE)
     check(*given, AttentionTraits(0.3, None, None))
 
 
@@ -84,8 +85,7 @@ def test_splits_of_many_keys(monkeypatch, device, programs):
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_several_splits(device, softcap, with_sinks):
     """Guards against a cap or sink that is lost, or counted twice, where shared keys and a row's own are split."""
-    lengths = [401, 641, 656, 900, 5, 402]
-    given = sharing({(3, 1): 40, (0, 5): 25}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE)
+    given = sharing(LONG, 8, device=device, dtype=torch.float32, lengths=LENGTHS, **SHAPE)
     sinks = torch.linspace(-2, 4, 4, device=device) if with_sinks else None
     check(*given, AttentionTraits(0.3, None, softcap), sinks)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEAST_CHUNK = 128
-"""Keys in a split, unless there are no more."""
-
 LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST_CHUNK = tl.constexpr(LEAST_CHUNK)
 
 
 @triton.jit
-def chunk_of(count, splits, BLOCK: tl.constexpr):
-    """Keys in each split but the last of `count`: a multiple of `BLOCK`, and so many that `splits` take them all."""
-    return tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, _LEAST_CHUNK)
+def chunk_of(count, splits, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """Keys in each split but the last of `count`.
+
+    It is a multiple of `BLOCK`, or `LEAST` where that is more, and so many that `splits` take them all.
+    """
+    return tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, LEAST)
 
 
 @triton.jit

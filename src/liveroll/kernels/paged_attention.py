@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liveroll.kernels.over_pages import LEAST_CHUNK, LOG2_E, attend_pages, chunk_of, merge, score_of
-from liveroll.kernels.prefix_attention import PrefixPart
+from liveroll.kernels.over_pages import LOG2_E, attend_pages, chunk_of, merge, score_of
+from liveroll.kernels.prefix_attention import PrefixPart, prefix_chunk_of
 
+_LEAST_CHUNK = tl.constexpr(128)
 _MOST_SPLITS = 32
 # Programs enough to fill a GPU of 132 multiprocessors a few times over.
 _PROGRAMS = 528
@@ -33,7 +34,7 @@ def _attend(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, K_DIM: tl.constexpr, K_DIM_P: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS_P: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS_P: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.load(lengths + row).to(tl.int32)
@@ -43,7 +44,7 @@ def _attend(
     if PREFIX:
         start = tl.load(shared + row)
     count = end - start
-    chunk = chunk_of(count, splits, BLOCK)
+    chunk = chunk_of(count, splits, BLOCK, _LEAST_CHUNK)
     low = start + split * chunk
     if low >= end:
         return
@@ -73,6 +74,20 @@ def _attend(
         keys + head * k_head, values + head * v_head, scale, softcap, k_page, k_token, v_page, v_token,
         SOFTCAP, PRECISION, K_DIM, K_DIM_P, V_DIM, V_DIM_P, PAGE, BLOCK,
     )  # fmt: skip
+    at_head = row * HEADS * GROUP + head * GROUP + g
+    stored = in_group[:, None] & in_v[None, :]
+    if PREFIX:
+        used = tl.where(split == 0, tl.cdiv(start, prefix_chunk_of(start, prefix_splits)), 0)
+        for some in range(0, used, 4):
+            # Four at a time, so that they are not waited for one by one.
+            for place in tl.static_range(4):
+                there = g < tl.where(some + place < used, GROUP, 0)
+                at = at_head * prefix_splits + some + place
+                w = tl.load(prefix_weight + at, mask=there, other=-1e30)
+                part = tl.load(
+                    prefix + at[:, None] * V_DIM + vd[None, :], mask=there[:, None] & in_v[None, :], other=0.0
+                )
+                top, total, acc = merge(top, total, acc, w, part)
 
     # The new token comes from where the model put it, so nobody waits for its page to be written. It comes last: loads
     # of the others are not held up by its sums, nor by its stores.
@@ -83,15 +98,6 @@ def _attend(
         page, offset = at // PAGE, at % PAGE
         tl.store(keys + page * k_page + offset * k_token + head * k_head + kd, k_new, mask=in_k)
         tl.store(values + page * v_page + offset * v_token + head * v_head + vd, v_new, mask=in_v)
-    at_head = row * HEADS * GROUP + head * GROUP + g
-    stored = in_group[:, None] & in_v[None, :]
-    if PREFIX:
-        used = tl.cdiv(start, chunk_of(start, prefix_splits, LEAST))
-        for other in range(0, tl.where(split == 0, used, 0)):
-            at = at_head * prefix_splits + other
-            w = tl.load(prefix_weight + at, mask=in_group, other=-1e30)
-            part = tl.load(prefix + at[:, None] * V_DIM + vd[None, :], mask=stored, other=0.0)
-            top, total, acc = merge(top, total, acc, w, part)
 
     result = acc / total[:, None]
     to = output + at_head[:, None] * V_DIM + vd[None, :]
@@ -172,7 +178,7 @@ def paged_attention(
     reach = longest if window is None else min(longest, window)
     # As many as the longest row can use: up to there they are cut alike whatever the bound, so that a captured step,
     # which has a higher one, sums in the same order as an eager one.
-    splits = max(min(_PROGRAMS // (rows * heads), -(-reach // LEAST_CHUNK), _MOST_SPLITS), 1)
+    splits = max(min(_PROGRAMS // (rows * heads), -(-reach // _LEAST_CHUNK.value), _MOST_SPLITS), 1)
     output = torch.empty(rows, query_heads, value_dim, dtype=query.dtype, device=query.device)
     partials = rows * query_heads * splits if splits > 1 else 0
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
@@ -192,7 +198,7 @@ def paged_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-        HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=LEAST_CHUNK,
+        HEADS=heads, PAGE=page_size, BLOCK=block,
         SPLITS_P=triton.next_power_of_2(splits),
         num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liveroll.attention.layout import SharedPrefixes
-from liveroll.kernels.over_pages import LEAST_CHUNK, attend_pages, chunk_of
+from liveroll.kernels.over_pages import attend_pages, chunk_of
 
+# A split's results are as many bytes as 64 of its keys and values, and are written and read.
+_LEAST_CHUNK = tl.constexpr(256)
 _MOST_SPLITS = 32
 # Programs that are started, most of them for clusters that are not there.
 _PROGRAMS = 2048
@@ -48,16 +50,22 @@ def rows_together(group: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
+def prefix_chunk_of(count, splits):
+    """Keys in each split but the last of `count` shared ones."""
+    return chunk_of(count, splits, _LEAST_CHUNK, _LEAST_CHUNK)
+
+
+@triton.jit
 def _attend_together(
     query, keys, values, table, members, tokens, partial, weight,
     scale, softcap, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES_P: tl.constexpr,
     K_DIM: tl.constexpr, K_DIM_P: tl.constexpr, V_DIM: tl.constexpr, V_DIM_P: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     cluster, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + cluster)
-    chunk = chunk_of(count, splits, LEAST)
+    chunk = prefix_chunk_of(count, splits)
     low = split * chunk
     if low >= count:
         return
@@ -109,7 +117,7 @@ def attend_prefixes(
     rows, query_heads, key_dim = query.shape
     page_size, heads, value_dim = values.shape[1:]
     clusters, together = prefixes.members.shape
-    splits = max(min(_PROGRAMS // max(clusters * heads, 1), -(-longest // LEAST_CHUNK), _MOST_SPLITS), 1)
+    splits = max(min(_PROGRAMS // max(clusters * heads, 1), -(-longest // _LEAST_CHUNK.value), _MOST_SPLITS), 1)
     partial = torch.empty(rows, query_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
     group = query_heads // heads
@@ -129,7 +137,7 @@ def attend_prefixes(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
             K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-            HEADS=heads, PAGE=page_size, BLOCK=block, LEAST=LEAST_CHUNK,
+            HEADS=heads, PAGE=page_size, BLOCK=block,
             num_warps=warps, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
     return PrefixPart(prefixes.shared, partial, weight)
