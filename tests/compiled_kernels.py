@@ -69,7 +69,7 @@ def compile_attention(dtype: torch.dtype, dim: int, rows: int, **traits: Any) ->
     paged_attention(query, key, value, keys, values, table, numbers, numbers, arrived, longest=4096, **traits)
     packed_attention(query, key, value, numbers, **traits)
     members = torch.zeros(rows // 2, rows_together(heads // kv_heads, dtype), dtype=torch.int32)
-    prefixes = SharedPrefixes(members, members[:, 0], table[:, 0])
+    prefixes = SharedPrefixes(members[0, :1], members, members[:, 0], table[:, 0])
     alike = {"scale": 0.1, "softcap": traits["softcap"]}
     prefix = attend_prefixes(query, keys, values, table, prefixes, longest=4096, **alike)
     lasting = (table, numbers, numbers, arrived)

@@ -68,17 +68,17 @@ def test_what_a_step_is_told():
 
     def told(rows):
         shown = table.view(rows)
-        return [tensor.tolist() for tensor in (shown.shared, shown.tokens, shown.members)]
+        return [tensor.tolist() for tensor in (shown.count, shown.shared, shown.tokens, shown.members)]
 
     first = Clusters(np.array([[0, 3, 4], [6, 1, -1]], np.int32), np.array([8, 4], np.int32))
     table.load(first, 7)
-    assert told(7) == [[8, 4, 0, 8, 8, 0, 4], [8, 4, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3]]
+    assert told(7) == [[2], [8, 4, 0, 8, 8, 0, 4], [8, 4, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3]]
     table.load(Clusters(np.array([[1, 0, -1]], np.int32), np.array([12], np.int32)), 2)
-    assert told(2) == [[12, 12], [12], [[1, 0, -1]]]
+    assert told(2) == [[1], [12, 12], [12], [[1, 0, -1]]]
     table.load(first, 7)
-    assert told(7)[0] == [8, 4, 0, 8, 8, 0, 4]
+    assert told(7)[1] == [8, 4, 0, 8, 8, 0, 4]
     table.load(first, 9)
-    assert told(9) == [[8, 4, 0, 8, 8, 0, 4, 0, 0], [8, 4, 0, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3, [-1] * 3]]
+    assert told(9) == [[2], [8, 4, 0, 8, 8, 0, 4, 0, 0], [8, 4, 0, 0], [[0, 3, 4], [6, 1, -1], [-1] * 3, [-1] * 3]]
 
 
 def test_an_interrupt_while_clusters_are_uploaded(monkeypatch):

@@ -116,11 +116,13 @@ class SharedPrefixes:
     """Which rows of a decode step begin with the same pages, in clusters of M rows at most.
 
     Attributes:
+        count: `[1]` int32, how many clusters there are: the first ones of C.
         members: `[C, M]` int32 rows; -1 behind a cluster's last.
-        tokens: `[C]` int32 keys in the pages that all rows of a cluster begin with; 0 where there is no cluster.
+        tokens: `[C]` int32 keys in the pages that all rows of a cluster begin with.
         shared: `[B]` int32, the same for each row; 0 for a row of no cluster.
     """
 
+    count: Tensor
     members: Tensor
     tokens: Tensor
     shared: Tensor

@@ -40,13 +40,15 @@ class PrefixTable:
         members[:found], tokens[:found] = clusters.members, clusters.tokens
         # The places behind the last member of a cluster, -1, are the entry that is left out.
         shared[clusters.members] = clusters.tokens[:, None]
-        upload_into(np.concatenate([shared[:rows], tokens, members.reshape(-1)]), self._flat[: self._size(rows)])
+        flat = np.concatenate([np.array([found], np.int32), shared[:rows], tokens, members.reshape(-1)])
+        upload_into(flat, self._flat[: self._size(rows)])
         self._loaded = (clusters, rows)
 
     def view(self, rows: int) -> SharedPrefixes:
         """The part of the tensor for a step of so many rows, of which every pair may be a cluster."""
-        shared, tokens, members = self._flat[: self._size(rows)].split([rows, rows // 2, rows // 2 * self._together])
-        return SharedPrefixes(members.view(rows // 2, self._together), tokens, shared)
+        most = rows // 2
+        count, shared, tokens, members = self._flat[: self._size(rows)].split([1, rows, most, most * self._together])
+        return SharedPrefixes(count, members.view(most, self._together), tokens, shared)
 
     def _size(self, rows: int) -> int:
-        return rows + rows // 2 * (1 + self._together)
+        return 1 + rows + rows // 2 * (1 + self._together)

@@ -28,7 +28,7 @@ _FEW_PAIRS = 64
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, table, lengths, index, sinks, shared, prefix, prefix_weight,
+    query, key, value, keys, values, table, lengths, index, sinks, clusters, shared, prefix, prefix_weight,
     output, partial, weight, arrived, scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
     k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits, prefix_splits,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
@@ -42,7 +42,7 @@ def _attend(
     if WINDOW > 0:
         start = tl.maximum(end - WINDOW, 0)
     if PREFIX:
-        start = tl.load(shared + row)
+        start, there_are = tl.load(shared + row), tl.load(clusters)
     count = end - start
     chunk = chunk_of(count, splits, BLOCK, _LEAST_CHUNK)
     low = start + split * chunk
@@ -77,7 +77,7 @@ def _attend(
     at_head = row * HEADS * GROUP + head * GROUP + g
     stored = in_group[:, None] & in_v[None, :]
     if PREFIX:
-        used = tl.where(split == 0, tl.cdiv(start, prefix_chunk_of(start, prefix_splits)), 0)
+        used = tl.where(split == 0, tl.cdiv(start, prefix_chunk_of(start, there_are, prefix_splits, HEADS)), 0)
         for some in range(0, used, 4):
             # Four at a time, so that they are not waited for one by one.
             for place in tl.static_range(4):
@@ -190,7 +190,7 @@ def paged_attention(
     block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
     _attend[(rows, heads, splits)](
         query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
-        *((lengths, query, query) if prefix is None else (prefix.shared, prefix.partial, prefix.weight)),
+        *((lengths,) * 4 if prefix is None else (prefix.clusters, prefix.shared, prefix.partial, prefix.weight)),
         output, partial, weight, arrived, scale, softcap or 0.0,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         table.stride(0), splits, 1 if prefix is None else prefix.weight.shape[2],
