@@ -21,7 +21,7 @@ if find_spec("trl") is None:
 
 import trl_training as work
 
-from liveroll import ConfigError, EngineStateError, PromptError, RolloutConfig
+from liveroll import ConfigError, EngineStateError, LogitsError, PromptError, RolloutConfig
 from liveroll.adapters import trl as adapter
 from liveroll.adapters.trl import RolloutFunction
 
@@ -120,6 +120,16 @@ def test_settings_of_the_trainer(trl, tmp_path):
     assert (rollouts.engine.config.max_slots, rollouts.engine.memory().kv) == (3, 0)
     greedy = SimpleNamespace(args=args, generation_kwargs={"do_sample": False, "temperature": 1.0})
     assert adapter.read_settings(greedy).temperature == 0.0
+
+
+def test_the_memory_goes_back_after_a_rollout_that_fails(trl, tmp_path):
+    """Guards against a trainer that goes on after an error, and has the KV memory of the rollout in its way."""
+    rollouts = RolloutFunction(sleep=True)
+    trainer = work.make(trl.GRPOTrainer, work.settings(trl.GRPOConfig, tmp_path), rollout_func=rollouts)
+    next(trainer.model.parameters()).data.fill_(float("nan"))
+    with pytest.raises(LogitsError):
+        rollouts(["1+2="], trainer)
+    assert rollouts.engine.memory().kv == 0
 
 
 def test_seeds(trl, tmp_path):

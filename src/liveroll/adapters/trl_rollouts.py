@@ -63,9 +63,11 @@ class TrainerRollouts:
         """
         settings = replace(read_settings(trainer), seed=int(torch.randint(2**62, ())))
         engine = self._provide(trainer)
-        self.last = engine.generate(prompts, [_within(settings, len(prompt), trainer) for prompt in prompts])
-        if self._sleep:
-            engine.sleep()
+        try:
+            self.last = engine.generate(prompts, [_within(settings, len(prompt), trainer) for prompt in prompts])
+        finally:
+            if self._sleep:
+                engine.sleep()
         return self.last
 
     def shutdown(self) -> None:
