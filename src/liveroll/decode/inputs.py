@@ -28,12 +28,12 @@ class StepInputs:
         self._inert = inert
         self._slots = torch.full((rows,), inert, dtype=torch.int64, device=device)
         self._loaded = NO_ROWS
-        self._prefixes = PrefixTable(rows if together > 1 else 0, together, device)
+        self._prefixes = PrefixTable(rows, together, device) if together > 1 else None
 
     @property
     def bytes(self) -> int:
         """Bytes of the tensors."""
-        return self._slots.nbytes + self._prefixes.bytes
+        return self._slots.nbytes + (0 if self._prefixes is None else self._prefixes.bytes)
 
     def load(self, slots: np.ndarray, clusters: Clusters | None, rung: int) -> None:
         """Make ready for a step of `rung` rows: these slots, and the inert one behind them."""
@@ -44,6 +44,7 @@ class StepInputs:
             upload_into(rows, self._slots[:rung])
             self._loaded = rows
         if clusters is not None:
+            assert self._prefixes is not None
             self._prefixes.load(clusters, rung)
 
     def slots(self, rung: int) -> Tensor:
@@ -51,5 +52,6 @@ class StepInputs:
         return self._slots[:rung]
 
     def prefixes(self, rung: int) -> SharedPrefixes:
-        """Which rows of a step begin with the same pages."""
+        """Which rows of a step begin with the same pages, where there are clusters."""
+        assert self._prefixes is not None
         return self._prefixes.view(rung)
