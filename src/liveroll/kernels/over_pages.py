@@ -1,15 +1,11 @@
-"""Attention of a few queries to keys in pages, with an online softmax: what the kernels of decode attention do alike.
-
-The softmax is that of Milakov and Gimelshein 2018 (arXiv:1805.02867). Its state is, for each query, the greatest score
-so far, the sum of exponentials below it, and the sum of values that these weigh. Scores are in base 2.
-"""
+"""Attention of a few queries to keys in pages: what the kernels of decode attention do alike."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from liveroll.kernels.softmax import score_of
 
 
 @triton.jit
@@ -19,15 +15,6 @@ def chunk_of(count, splits, BLOCK: tl.constexpr, LEAST: tl.constexpr):
     It is a multiple of `BLOCK`, or `LEAST` where that is more, and so many that `splits` take them all.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK, LEAST)
-
-
-@triton.jit
-def score_of(product, scale, softcap, SOFTCAP: tl.constexpr):
-    """The base-2 score of products of a query and a key."""
-    score = product * scale
-    if SOFTCAP:
-        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-    return score * LOG2_E
 
 
 @triton.jit
@@ -64,11 +51,3 @@ def attend_pages(
         acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = higher
     return top, total, acc
-
-
-@triton.jit
-def merge(top, total, acc, weight, result):
-    """The state after other keys, of which the softmax is known: their log-sum-exp in base 2, and their result."""
-    higher = tl.maximum(top, weight)
-    decay, more = tl.exp2(top - higher), tl.exp2(weight - higher)
-    return higher, total * decay + more, acc * decay[:, None] + more[:, None] * result

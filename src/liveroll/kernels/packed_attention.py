@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from liveroll.kernels.softmax import LOG2_E, score_of
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _attend(
 
     if SINKS:
         # A sink is a key without a value.
-        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total = tl.full([QUERIES], 1.0, tl.float32)
     else:
         # Finite where there is no key yet: the difference of two infinities is not a number.
@@ -59,11 +59,9 @@ def _attend(
             key + at[:, None] * k_token + kv_head * k_head + kd[None, :],
             mask=inside[:, None] & in_k[None, :], other=0.0,
         )  # fmt: skip
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+        score = score_of(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
         seen = (other[None, :] >= first[:, None]) & (other[None, :] <= token[:, None])
-        score = tl.where(seen, score * _LOG2_E, float("-inf"))
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
         decay = tl.exp2(top - higher)

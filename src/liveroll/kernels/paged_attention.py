@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liveroll.kernels.over_pages import LOG2_E, attend_pages, chunk_of, merge, score_of
+from liveroll.kernels.over_pages import attend_pages, chunk_of
 from liveroll.kernels.prefix_attention import PrefixPart, prefix_chunk_of
+from liveroll.kernels.softmax import LOG2_E, merge, score_of
 
 _LEAST_CHUNK = tl.constexpr(128)
 _MOST_SPLITS = 32

@@ -124,7 +124,7 @@ def attend_prefixes(
     rows, query_heads, key_dim = query.shape
     page_size, heads, value_dim = values.shape[1:]
     clusters, together = prefixes.members.shape
-    splits = max(min(-(-longest // _LEAST_CHUNK.value), _MOST_SPLITS), 1)
+    splits = min(-(-longest // _LEAST_CHUNK.value), _MOST_SPLITS)
     partial = torch.empty(rows, query_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
     group = query_heads // heads
