@@ -167,8 +167,9 @@ def test_masked_tokens_do_not_make_the_list_longer(device, mask):
     logits, listed = logits_of(1, 1000).expand(len(each), -1).clone(), []
     for masked in (-math.inf, mask):
         logits[:, :600] = masked
-        scores = prepared.score(logits.to(device), moved(state, device), slots.to(device))
-        truncate.find_bounds(scores, state, slots.to(device))
+        there = moved(state, device)
+        scores = prepared.score(logits.to(device), there, slots.to(device))
+        truncate.find_bounds(scores, there, slots.to(device))
         listed.append(scores.found.cpu())
         on_both(logits, state, slots, Variant.FULL, device)
     assert listed[0].equal(listed[1])

@@ -121,12 +121,12 @@ def test_the_bound_changes_no_bit(device):
     from liveroll.kernels.paged_attention import paged_attention
 
     shape = {"heads": 4, "kv_heads": 1, "key_dim": 16, "value_dim": 16, "page_size": 16}
-    query, key, value, keys, values, layout = case(device, torch.float32, lengths=[1, 100, 129, 200, 500], **shape)
+    query, key, value, keys, values, layout = case(device, torch.float32, lengths=[1, 100, 129, 656, 1500], **shape)
     arrived = torch.zeros(len(query), dtype=torch.int32, device=query.device)
     shared = (query, key, value, keys, values, layout.block_table, layout.lengths, layout.index, arrived)
     traits = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
-    expected = paged_attention(*shared, longest=500, **traits)
-    for longest in (512, 544, 1024, 4096, 32768):
+    expected = paged_attention(*shared, longest=1500, **traits)
+    for longest in (1504, 1600, 4096, 32768):
         assert paged_attention(*shared, longest=longest, **traits).equal(expected)
 
 

@@ -119,8 +119,9 @@ def _attend(
         mask=in_group[:, None] & (s < used)[None, :], other=float("-inf"), cache_modifier=".cg",
     )  # fmt: skip
     top = tl.where(in_group, tl.max(weights, 1), 0.0)
-    total = tl.where(in_group, tl.sum(tl.exp2(weights - top[:, None]), 1), 1.0)
+    total = tl.where(in_group, 0.0, 1.0)
     acc = tl.zeros([GROUP_P, V_DIM_P], tl.float32)
+    # Both sums in the order of the splits: how a reduction would add them depends on how many there may be.
     for other in tl.static_range(SPLITS_P):
         at_split = at_head * splits + other
         there = in_group & (tl.full([GROUP_P], other, tl.int32) < used)
@@ -129,7 +130,9 @@ def _attend(
             partial + at_split[:, None] * V_DIM + vd[None, :],
             mask=there[:, None] & in_v[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        acc += part * tl.exp2(w - top)[:, None]
+        share = tl.exp2(w - top)
+        total += share
+        acc += part * share[:, None]
     tl.store(to, (acc / total[:, None]).to(output.dtype.element_ty), mask=stored)
 
 
