@@ -43,7 +43,7 @@ def admitted(requests: Sequence[Request], vocab: int, sampled_size: int | None =
 
 
 def moved(state: RowState, device: torch.device) -> RowState:
-    """The same rows on a device."""
+    """The same rows, moved to a device."""
     for name, value in vars(state).items():
         if isinstance(value, torch.Tensor):
             setattr(state, name, value.to(device))

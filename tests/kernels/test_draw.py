@@ -171,6 +171,7 @@ def test_masked_tokens_do_not_make_the_list_longer(device, mask):
         scores = prepared.score(logits.to(device), there, slots.to(device))
         truncate.find_bounds(scores, there, slots.to(device))
         listed.append(scores.found.cpu())
+        moved(state, torch.device("cpu"))
         on_both(logits, state, slots, Variant.FULL, device)
     assert listed[0].equal(listed[1])
 

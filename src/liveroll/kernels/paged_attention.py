@@ -3,7 +3,7 @@
 One program takes one row, one KV head and one split of the row's keys; splits are merged by their log-sum-exp
 (flash-decoding, Dao et al. 2023), by the program of the row that comes last. A row's keys are cut by its own length, so
 a short row beside a long one costs what it has. The program of the last keys puts the new token into its page; that of
-the first merges what `attend_prefixes` made of keys that the row shares with others, which may run at the same time.
+the first merges what `attend_prefixes` made of keys that the row shares with others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _attend(
     query, key, value, keys, values, table, lengths, index, sinks, clusters, shared, prefix, prefix_weight,
     output, partial, weight, arrived, scale, softcap, q_row, q_head, kn_row, kn_head, vn_row, vn_head,
     k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits, prefix_splits,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PREFIX: tl.constexpr, OVERLAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PREFIX: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, K_DIM: tl.constexpr, K_DIM_P: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_P: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS_P: tl.constexpr,
@@ -70,23 +70,26 @@ def _attend(
         )
         top = tl.maximum(top, sink * LOG2_E)
         total = tl.exp2(sink * LOG2_E - top)
+    at_head = row * HEADS * GROUP + head * GROUP + g
+    stored = in_group[:, None] & in_v[None, :]
+    if PREFIX:
+        used = tl.where(split == 0, tl.cdiv(start, prefix_chunk_of(start, there_are, prefix_splits, HEADS)), 0)
+        for some in range(0, used, 4):
+            # Four at a time, so that they are not waited for one by one, and before the row's own keys, whose loads
+            # hide some of that.
+            for place in tl.static_range(4):
+                there = g < tl.where(some + place < used, GROUP, 0)
+                at = at_head * prefix_splits + some + place
+                w = tl.load(prefix_weight + at, mask=there, other=-1e30)
+                part = tl.load(
+                    prefix + at[:, None] * V_DIM + vd[None, :], mask=there[:, None] & in_v[None, :], other=0.0
+                )
+                top, total, acc = merge(top, total, acc, w, part)
     top, total, acc = attend_pages(
         q, top, total, acc, low, tl.minimum(high, end - 1), table + row * table_row,
         keys + head * k_head, values + head * v_head, scale, softcap, k_page, k_token, v_page, v_token,
         SOFTCAP, PRECISION, K_DIM, K_DIM_P, V_DIM, V_DIM_P, PAGE, BLOCK,
     )  # fmt: skip
-    at_head = row * HEADS * GROUP + head * GROUP + g
-    stored = in_group[:, None] & in_v[None, :]
-    if PREFIX:
-        if OVERLAPPED:
-            # So far this has been running beside the kernel that it merges.
-            tl.extra.cuda.gdc_wait()
-        used = tl.where(split == 0, tl.cdiv(start, prefix_chunk_of(start, there_are, prefix_splits, HEADS)), 0)
-        for place in range(0, used):
-            at = at_head * prefix_splits + place
-            w = tl.load(prefix_weight + at, mask=in_group, other=-1e30)
-            part = tl.load(prefix + at[:, None] * V_DIM + vd[None, :], mask=stored, other=0.0)
-            top, total, acc = merge(top, total, acc, w, part)
 
     # The new token comes from where the model put it, so nobody waits for its page to be written. It comes last: loads
     # of the others are not held up by its sums, nor by its stores.
@@ -190,7 +193,6 @@ def paged_attention(
     # More keys of larger heads would not fit into a multiprocessor's memory.
     wide = rows * heads <= _FEW_PAIRS and query.element_size() == 2 and key_dim_p + value_dim_p <= 256
     block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
-    overlapped = prefix is not None and prefix.overlapped
     _attend[(rows, heads, splits)](
         query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
         *((lengths,) * 4 if prefix is None else (prefix.clusters, prefix.shared, prefix.partial, prefix.weight)),
@@ -198,12 +200,11 @@ def paged_attention(
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         table.stride(0), splits, 1 if prefix is None else prefix.weight.shape[2],
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, PREFIX=prefix is not None,
-        OVERLAPPED=overlapped, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
         HEADS=heads, PAGE=page_size, BLOCK=block,
         SPLITS_P=triton.next_power_of_2(splits),
         num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1, enable_fp_fusion=True,
-        **({"launch_pdl": True} if overlapped else {}),
     )  # fmt: skip
     return output

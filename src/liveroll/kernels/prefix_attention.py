@@ -8,7 +8,6 @@ each row's own keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -43,28 +42,18 @@ class PrefixPart:
         shared: `[B]` int32, how many keys that is, the first ones of each row.
         partial: `[B, query_heads, splits, value_dim]` fp32, the result over each split of them.
         weight: `[B, query_heads, splits]` fp32, its log-sum-exp in base 2.
-        overlapped: whether the next kernel may start before these are there, and wait for them.
     """
 
     clusters: Tensor
     shared: Tensor
     partial: Tensor
     weight: Tensor
-    overlapped: bool
 
 
 def rows_together(group: int, dtype: torch.dtype) -> int:
     """Rows whose shared keys are read once, where a KV head has `group` query heads; 1 if that is done for none."""
     queries = _MOST_HALF if dtype.itemsize == 2 else _MOST_FULL
     return max(min(queries // group, _MOST_ROWS), 1)
-
-
-@cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether a GPU starts a kernel that depends on another one before that is done: from compute capability 9.0 on."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -80,10 +69,8 @@ def _attend_together(
     scale, softcap, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES_P: tl.constexpr,
     K_DIM: tl.constexpr, K_DIM_P: tl.constexpr, V_DIM: tl.constexpr, V_DIM_P: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
     there_are = tl.load(clusters)
     m, kd, vd = tl.arange(0, QUERIES_P), tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P)
     for part in range(tl.program_id(0), there_are * HEADS * splits, tl.num_programs(0)):
@@ -151,7 +138,6 @@ def attend_prefixes(
         block, warps, stages = 64, 4, 3
     else:
         block, warps, stages = (32, 8, 2) if key_dim_p + value_dim_p <= 512 else (16, 8, 1)
-    overlapped = clusters > 0 and _overlaps(query.device)
     if clusters:
         _attend_together[(min(clusters * heads * splits, _PROGRAMS),)](
             query, keys, values, table, prefixes.count, prefixes.members, prefixes.tokens, partial, weight,
@@ -160,7 +146,7 @@ def attend_prefixes(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
             K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-            HEADS=heads, PAGE=page_size, BLOCK=block, OVERLAPPED=overlapped,
+            HEADS=heads, PAGE=page_size, BLOCK=block,
             num_warps=warps, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
-    return PrefixPart(prefixes.count, prefixes.shared, partial, weight, overlapped)
+    return PrefixPart(prefixes.count, prefixes.shared, partial, weight)
