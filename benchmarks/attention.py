@@ -182,6 +182,7 @@ def main() -> None:
             measured = measure(heads, case, arguments.repeats)
             results.append({"heads": name, "case": str(case), **measured})
             shown.add_row(name, str(case), *map(str, measured.values()))
+            print(f"{name}: {case}: {measured}", flush=True)
             torch.cuda.empty_cache()
     Console(width=120).print(shown)
     report("attention", {"cases": results}, arguments.out)

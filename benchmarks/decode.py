@@ -72,6 +72,13 @@ def time_once(run: Run, case: Case) -> tuple[float, Any]:
     return (time.perf_counter() - began) * 1e3, batch
 
 
+def failed(case: Case, name: str, error: Exception) -> dict[str, str]:
+    """What a contender has for a result that raised."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+    print(f"{case.name}: {name}: {text}", flush=True)
+    return {"failed": text}
+
+
 def measure(model: Any, case: Case, runs: dict[str, Run], repeats: int, patience: float) -> dict[str, Any]:
     """Times of a case by every contender, in turns."""
     rows: dict[str, Any] = {}
@@ -81,16 +88,23 @@ def measure(model: Any, case: Case, runs: dict[str, Run], repeats: int, patience
         try:
             first, _ = time_once(run, case)
         except Exception as error:  # a contender that cannot do a case is a result too
-            rows[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}
+            rows[name] = failed(case, name, error)
             continue
         rows[name] = {"first ms": round(first, 1), "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
         times[name] = []
+        print(f"{case.name}: {name}: first {first:.1f} ms", flush=True)
     for _ in range(repeats):
-        for name in times:
+        for name in list(times):
             if rows[name]["first ms"] > patience * 1e3 and name in PEERS and times[name]:
                 continue
-            spent, batch = time_once(runs[name], case)
+            try:
+                spent, batch = time_once(runs[name], case)
+            except Exception as error:
+                rows[name] = failed(case, name, error)
+                del times[name]
+                continue
             times[name].append(spent)
+            print(f"{case.name}: {name}: {spent:.1f} ms", flush=True)
             profile = getattr(getattr(batch, "stats", None), "profile", None)
             if profile is not None and profile.decode_forwards:
                 rows[name]["ms a step"] = round(profile.decode_device_ms / profile.decode_forwards, 3)
