@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-WORTHWHILE_BYTES = 32 * 2**20
+WORTHWHILE_BYTES = 64 * 2**20
 """Bytes of keys and values that a layer must be spared in a step.
 
-What is read once is read by a kernel of its own, which is estimated to take 6 us more on an H200. Rows that read the
-same keys for themselves find most of them in its cache of 50 MB, at about 5 TB/s.
+What is read once is read by a kernel of its own, and rows that read the same keys for themselves find many of them in
+the cache. With heads of 128 in bf16 an H200 takes, for a layer, 20 us in place of 17 where 54 MiB are spared, 44 in
+place of 47 for 112 MiB, 30 in place of 53 for 219.
 """
 
 
