@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
+import zoo
 
-from liveroll import ConfigError, RankError
+from liveroll import ConfigError, RankError, RolloutConfig
 from liveroll.distributed.agreement import check_agreement, name_ranks
 from liveroll.distributed.control import check_group
+from liveroll.distributed.subjects import engine_subjects
+from liveroll.vocabulary import Vocabulary
 
 
 def test_subjects_are_compared_among_those_that_have_them() -> None:
@@ -38,3 +42,27 @@ def test_what_is_no_group() -> None:
     assert check_group(None) is None
     with pytest.raises(ConfigError, match="must be a process group"):
         check_group([0, 1])
+
+
+def test_what_of_a_model_differs_is_told() -> None:
+    """Guards against ranks with other dtypes or generation settings that are told two digests, and not what differs."""
+
+    def told(change=lambda model: None):
+        model = zoo.build("llama")
+        change(model)
+        subjects = engine_subjects(model, RolloutConfig(), Vocabulary(model, None, padded=True), None)
+        return [subjects[name].rpartition(" (") for name in ("the model", "the model's generation configuration")]
+
+    def set_some(model):
+        model.generation_config.update(top_k=3, eos_token_id=[1, 2], suppress_tokens=list(range(1000)))
+
+    def set_others(model):
+        model.generation_config.update(top_k=3, eos_token_id=[1, 2], suppress_tokens=list(range(1001)))
+
+    (model, _, _), (settings, _, _) = told()
+    assert re.fullmatch(r"a LlamaForCausalLM of \d+ numbers in 2\d tensors of float32", model)
+    assert settings == "nothing set"
+    assert told(lambda model: model.lm_head.bfloat16())[0][0].endswith("tensors of bfloat16 and float32")
+    some, others = told(set_some)[1], told(set_others)[1]
+    assert some[0] == "eos_token_id=[1, 2], suppress_tokens=[0, 1, 2, 3, 4, 5, ...], top_k=3"
+    assert (some[0], some[2] == others[2]) == (others[0], False)

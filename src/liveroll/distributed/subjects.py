@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import blake2b
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import liveroll
 from liveroll.config import RolloutConfig
@@ -47,12 +48,15 @@ def engine_subjects(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     count = sum(tensor.numel() for _, tensor in tensors)
+    dtypes = " and ".join(sorted({dtype.removeprefix("torch.") for _, _, dtype in shapes}))
     versions = (liveroll.__version__, torch.__version__, transformers.__version__)
     return {
         "the versions": " ".join(f"{name} {version}" for name, version in zip(_PACKAGES, versions, strict=True)),
-        "the model": f"a {type(model).__name__} of {count} numbers in {len(tensors)} tensors ({_digest(shapes)})",
+        "the model": (
+            f"a {type(model).__name__} of {count} numbers in {len(tensors)} tensors of {dtypes} ({_digest(shapes)})"
+        ),
         "the model's configuration": _digest(_compared(model.config.to_dict())),
-        "the model's generation configuration": _digest(_compared(model.generation_config.to_dict())),
+        "the model's generation configuration": _described(model.generation_config),
         "the tokenizer": f"{type(tokenizer).__name__}, {vocabulary.sampled_size} ids that may be sampled",
         **{f"RolloutConfig.{name}": repr(getattr(config, name)) for name in _AGREED},
     }
@@ -82,7 +86,7 @@ def call_subjects(model: PreTrainedModel, config: RolloutConfig, costs: CostMode
         },
         "the costs": repr(costs),
         "the model's configuration": _digest(_compared(model.config.to_dict())),
-        "the model's generation configuration": _digest(_compared(model.generation_config.to_dict())),
+        "the model's generation configuration": _described(model.generation_config),
         "the prompts": f"{len(batch.prompts)} of {len(ids) // 8} tokens ({_digest([_digest_bytes(ids), layout])})",
         **(sampling_subjects(settings[0]) if len(one) == 1 else {}),
         "the settings of each prompt": _digest([repr(entry) for entry in settings]),
@@ -96,6 +100,15 @@ _PACKAGES = ("liveroll", "torch", "transformers")
 
 def _compared(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in configuration.items() if name not in _NOT_COMPARED}
+
+
+def _described(configuration: GenerationConfig) -> str:
+    """What a configuration sets, long values cut short, before a digest of all that it says."""
+    entries, default = (_compared(one.to_dict()) for one in (configuration, GenerationConfig()))
+    # Values are compared by their text: the truth of a tensor's comparison is none.
+    told = [f"{name}={reprlib.repr(value)}" for name, value in sorted(entries.items()) if value is not None]
+    known = {f"{name}={reprlib.repr(value)}" for name, value in default.items()}
+    return f"{', '.join(entry for entry in told if entry not in known) or 'nothing set'} ({_digest(entries)})"
 
 
 def _digest(value: Any) -> str:
