@@ -10,7 +10,7 @@ from test_paged_attention import TOLERANCE, case
 from liveroll.attention.fast import GpuAttention
 from liveroll.attention.layout import PagedLayout, SharedPrefixes
 from liveroll.attention.reference import ReferenceAttention
-from liveroll.kernels.prefix_attention import rows_together
+from liveroll.kernels.prefix_attention import attend_prefixes, rows_together
 from liveroll.model.geometry import AttentionTraits
 
 # Of rows 1 and 3 the shared keys are cut into six splits.
@@ -88,6 +88,19 @@ def test_how_shared_keys_are_cut(monkeypatch, device, name, number):
         pytest.skip("what is compiled into a kernel cannot be changed")
     monkeypatch.setattr(f"liveroll.kernels.prefix_attention.{name}", number)
     given = sharing(LONG, 8, device=device, dtype=torch.float32, lengths=LENGTHS, **SHAPE)
+    check(*given, AttentionTraits(0.3, None, None))
+
+
+@pytest.mark.parametrize(("most", "splits"), [(23, 3), (5, 1)])
+def test_partial_results_are_bounded(monkeypatch, device, most, splits):
+    """Guards against results of many rows that fill the memory, and against no split at all of more rows still."""
+    monkeypatch.setattr("liveroll.kernels.prefix_attention._MOST_PARTIAL", most)
+    given = sharing(LONG, 8, device=device, dtype=torch.float32, lengths=LENGTHS, **SHAPE)
+    query, _, _, keys, values, layout = given
+    part = attend_prefixes(
+        query, keys, values, layout.block_table, layout.prefixes, longest=layout.longest, scale=0.3, softcap=None
+    )
+    assert part.partial.shape[:3] == part.weight.shape == (6, 4, splits)
     check(*given, AttentionTraits(0.3, None, None))
 
 
