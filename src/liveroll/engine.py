@@ -234,7 +234,10 @@ class RolloutEngine:
 
     @property
     def recapture_reasons(self) -> list[str]:
-        """Why what was captured was dropped, each time it was: the tensor or setting, and what changed."""
+        """Why steps had to be captured again, each time that was so: the tensor or setting, and what changed.
+
+        What `release`, `shutdown`, a `sleep` that returns False or `max_captures` drops adds nothing.
+        """
         return list(self._decoder.graphs.recapture_reasons)
 
     @property
