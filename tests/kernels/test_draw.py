@@ -158,6 +158,19 @@ def test_flat_rows(device, capacity, held, monkeypatch):
     assert ((kept[0] & at_the_edge).sum(1) < at_the_edge.sum(1)).any()
 
 
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.3, 3.0])
+def test_other_rows_filters_change_no_bit(device, temperature):
+    """Guards against scores that are rounded otherwise where some row of the batch has filters."""
+    state, slots = admitted([request_with(temperature=temperature) for _ in range(8)], 1000)
+    logits = logits_of(8, 1000).to(device)
+    plain, full = (
+        sample_fused(logits, moved(state, device), slots.to(device), variant, ALL)
+        for variant in (Variant.PLAIN, Variant.FULL)
+    )
+    assert plain.tokens.equal(full.tokens)
+    assert plain.logprobs.equal(full.logprobs)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of the masked may be infinite
 @pytest.mark.parametrize("mask", [torch.finfo(torch.bfloat16).min, -1e4])
 def test_masked_tokens_do_not_make_the_list_longer(device, mask):

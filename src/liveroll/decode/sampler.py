@@ -79,7 +79,7 @@ def sample(logits: Tensor, state: RowState, slots: Tensor, variant: Variant, wan
     if variant is Variant.FULL:
         scores = adjust(scores, state, slots, numbers[:, Column.DONE], settings)
     if variant is not Variant.GREEDY:
-        scores = scores / settings[:, Setting.TEMPERATURE, None]
+        scores = scores * settings[:, Setting.SHARPNESS, None]
     # A look at the rows costs nothing here, and a sort or noise for a whole vocabulary a lot.
     if variant is Variant.FULL and _truncate(numbers, settings):
         limits = numbers[:, Column.TOP_K], settings[:, Setting.TAIL], settings[:, Setting.LEAST]

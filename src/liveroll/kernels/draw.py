@@ -19,7 +19,7 @@ BLOCK = 4096
 
 
 class Source(NamedTuple):
-    """What rows are drawn from: logits, with the temperatures of their slots; or scores, and what is kept of them.
+    """What rows are drawn from: logits, and the temperatures of their slots; or scores, and what is kept of them.
 
     Attributes:
         values: `[B, >= width]`, of any float dtype, the last dimension contiguous.
@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 @triton.jit
 def load_scores(
     values, bounds, edges, slots, settings, row, index, width, stride,
-    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
 ):  # fmt: skip
     """Scores of a row's tokens, -inf where a token may not be drawn; one that is not a number stays, and shows."""
     score = tl.load(values + row.to(tl.int64) * stride + index, mask=index < width, other=float("-inf")).to(tl.float32)
@@ -59,7 +59,7 @@ def load_scores(
         bound, edge = tl.load(bounds + row), tl.load(edges + row)
         score = tl.where((score < bound) | ((score == bound) & (index < edge)), float("-inf"), score)
     else:
-        score = score / tl.load(settings + tl.load(slots + row) * SETTINGS + TEMPERATURE)
+        score = score * tl.load(settings + tl.load(slots + row) * SETTINGS + SHARPNESS)
     return score
 
 
@@ -93,7 +93,7 @@ def _gumbel(low, high, position, index, DEVICE: tl.constexpr):
     uniform = tl.minimum(uniform, 0.99999994)
     # log1p(-u): for small u the first terms of its series are exact to float32, and 1 - u would lose its digits.
     exact = -_log(1.0 - uniform, DEVICE)
-    series = uniform * (1.0 + uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25)))
+    series = tl.fma(uniform, tl.fma(uniform, tl.fma(uniform, 0.25, 0.3333333333333333), 0.5), 1.0) * uniform
     return -_log(tl.where(uniform < 0.01, series, exact), DEVICE)
 
 
@@ -111,15 +111,13 @@ def _draw_block(
     values, bounds, edges, logits, slots, numbers, settings, best, token, chosen, top, total, kept, raw_top, raw_total,
     stride, width, logits_stride, vocab,
     BOUNDED: tl.constexpr, RAW: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr, SAMPLED: tl.constexpr,
-    STREAM_LOW: tl.constexpr, STREAM_HIGH: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    STREAM_LOW: tl.constexpr, STREAM_HIGH: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     at = row * BLOCKS + block
-    score = load_scores(
-        values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, TEMPERATURE
-    )
+    score = load_scores(values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, SHARPNESS)
     largest, summed = _sum_exp(score)
     tl.store(top + at, largest)
     tl.store(total + at, summed)
@@ -198,8 +196,9 @@ def draw(logits: Tensor, source: Source, state: RowState, slots: Tensor, raw_log
         BOUNDED=source.bounds is not None, RAW=raw,
         COLUMNS=len(Column), POSITION=int(Column.POSITION), SAMPLED=int(Column.SAMPLED),
         STREAM_LOW=int(Column.STREAM_LOW), STREAM_HIGH=int(Column.STREAM_HIGH),
-        SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE), BLOCKS=blocks, BLOCK=BLOCK,
-        DEVICE=logits.is_cuda, num_warps=4, enable_fp_fusion=True,
+        SETTINGS=len(Setting), SHARPNESS=int(Setting.SHARPNESS), BLOCKS=blocks, BLOCK=BLOCK,
+        # A score that were fused with its noise would not be the one that the filters see.
+        DEVICE=logits.is_cuda, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _draw_row[(rows,)](
         logits, best, token, chosen, top, total, raw_top, raw_total, tokens, logprobs, totals,

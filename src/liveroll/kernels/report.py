@@ -14,13 +14,13 @@ from liveroll.kernels.draw import BLOCK, Draw, Source, load_scores
 @triton.jit
 def _rank_block(
     values, bounds, edges, slots, settings, best, ids, stride, width, count,
-    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK)
     score = load_scores(
         values, bounds, edges, slots, settings, row, block * BLOCK + place, width, stride,
-        BOUNDED, SETTINGS, TEMPERATURE,
+        BOUNDED, SETTINGS, SHARPNESS,
     )  # fmt: skip
     at = (row * BLOCKS + block) * count
     for rank in range(count):
@@ -62,7 +62,7 @@ def rank(source: Source, draw: Draw, state: RowState, slots: Tensor, ids: Tensor
     _rank_block[(rows, blocks)](
         source.values, bounds, edges, slots, state.settings, best, candidates,
         source.values.stride(0), source.width, count,
-        BOUNDED=source.bounds is not None, SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
+        BOUNDED=source.bounds is not None, SETTINGS=len(Setting), SHARPNESS=int(Setting.SHARPNESS),
         BLOCKS=blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     _rank_row[(rows,)](
@@ -74,7 +74,7 @@ def rank(source: Source, draw: Draw, state: RowState, slots: Tensor, ids: Tensor
 @triton.jit(do_not_specialize=["rows", "limit"])
 def _list_block(
     values, bounds, edges, slots, settings, kept, counts, ids, stride, width, rows, limit,
-    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
     COUNTED: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
@@ -86,7 +86,7 @@ def _list_block(
     if total <= limit:
         index = block * BLOCK + tl.arange(0, BLOCK)
         score = load_scores(
-            values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, TEMPERATURE
+            values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, SHARPNESS
         )
         chosen = score > float("-inf")
         place = tl.sum(tl.where(other < block, count, 0), 0) + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -110,6 +110,6 @@ def list_kept(source: Source, draw: Draw, state: RowState, slots: Tensor, counts
     _list_block[(rows, triton.cdiv(source.width, BLOCK))](
         source.values, bounds, edges, slots, state.settings, draw.kept, counts, ids,
         source.values.stride(0), source.width, rows, limit,
-        BOUNDED=source.bounds is not None, SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
+        BOUNDED=source.bounds is not None, SETTINGS=len(Setting), SHARPNESS=int(Setting.SHARPNESS),
         COUNTED=counted, BLOCKS_P=triton.next_power_of_2(counted), BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Biases, penalties, exclusions and temperature: from logits to the scores that are filtered and drawn from.
 
 One pass over the vocabulary. The arithmetic is that of `liveroll.decode.sampler` operation by operation, without fused
-multiply-adds and with divisions that round, so that the scores are the same to the last bit.
+multiply-adds and with a division that rounds, so that the scores are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 def _score_block(
     logits, scores, tops, sums, counts, found, slots, numbers, settings, history, adjusted, bias, until,
     logits_stride, history_stride, width, adjusted_width,
-    COLUMNS: tl.constexpr, DONE: tl.constexpr, SETTINGS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    COLUMNS: tl.constexpr, DONE: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
     REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, IN_RESPONSE: tl.constexpr,
     ADJUSTED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _score_block(
         score = score - tl.where(times > 0, presence, 0.0)
     # What a model or a bias masks by a large number would say nothing of how far down the others' scores go.
     masked = score < -5000.0
-    score = tl.div_rn(score, tl.load(own + TEMPERATURE))
+    score = score * tl.load(own + SHARPNESS)
     score = tl.where(score == 0.0, 0.0, score)  # the two zeros are equal, and so must be their bits
     tl.store(scores + row.to(tl.int64) * width + index, score, mask=inside)
 
@@ -106,7 +106,7 @@ def score(logits: Tensor, state: RowState, slots: Tensor) -> Scores:
         logits, values, tops, sums, counts, found, slots, state.numbers, state.settings, state.history,
         state.adjusted, state.bias, state.until,
         logits.stride(0), state.history.stride(0), width, state.adjusted.shape[1],
-        COLUMNS=len(Column), DONE=int(Column.DONE), SETTINGS=len(Setting), TEMPERATURE=int(Setting.TEMPERATURE),
+        COLUMNS=len(Column), DONE=int(Column.DONE), SETTINGS=len(Setting), SHARPNESS=int(Setting.SHARPNESS),
         REPETITION=int(Setting.REPETITION), PRESENCE=int(Setting.PRESENCE), FREQUENCY=int(Setting.FREQUENCY),
         IN_RESPONSE=IN_RESPONSE, ADJUSTED=max(1, triton.next_power_of_2(state.adjusted.shape[1])),
         BLOCKS=blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
