@@ -45,8 +45,18 @@ class Stream:
         self.done.append(other)
 
 
+class Workspace:
+    """Takes down on its stream when it is held."""
+
+    def __init__(self, stream):
+        self.hold = lambda: stream.done.append("a workspace")
+
+
 def test_what_follows_a_failed_warm_up_waits_for_it(monkeypatch):
-    """Guards against kernels of a step that failed half-way, which run beside those of the step in its place."""
+    """Guards against kernels of a step that failed half-way, which run beside those of the step in its place.
+
+    And against a step whose products work in memory that is let go, as that which torch takes for them would be.
+    """
     current, side = Stream(), Stream()
 
     @contextmanager
@@ -58,11 +68,11 @@ def test_what_follows_a_failed_warm_up_waits_for_it(monkeypatch):
         side.done.append("a kernel")
         raise MemoryError
 
-    monkeypatch.setattr(capture, "_side_stream", lambda device: side)
+    monkeypatch.setattr(capture, "_side_stream", lambda device: (side, Workspace(side)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", on)
     with pytest.raises(MemoryError):
         CudaGraphs(torch.device("cpu")).warm_up(step)
-    assert side.done == [current, "a kernel"]
+    assert side.done == [current, "a workspace", "a kernel"]
     assert current.done == [side]

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from liveroll.decode.workspace import Workspace
+
 Step = Callable[[], None]
 
 # Engines in several threads capture one after the other, since they do it on one stream.
@@ -75,7 +77,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools = [torch.cuda.graph_pool_handle()]
-        self._stream = _side_stream(device)
+        self._stream, self._workspace = _side_stream(device)
         self._flag = torch.zeros(1, device=device)
 
     def warm_up(self, step: Step) -> None:
@@ -84,6 +86,7 @@ class CudaGraphs:
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             try:
+                self._workspace.hold()
                 with torch.cuda.stream(self._stream):
                     for _ in range(self._WARM_UPS):
                         step()
@@ -94,6 +97,8 @@ class CudaGraphs:
     def record(self, step: Step) -> CapturedStep:
         """Record the step on the side stream."""
         with _capturing:
+            # Another graph or thread may have let it go since the step was warmed up.
+            self._workspace.hold()
             try:
                 return self._record(step)
             except Exception:
@@ -123,9 +128,10 @@ class CudaGraphs:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures: for each one that it was used on, cuBLAS keeps a workspace of 32 MiB for good."""
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device) -> tuple[torch.cuda.Stream, Workspace]:
+    """The stream of all captures, since cuBLAS takes 32 MiB for each one that it is used on, and these 32 MiB."""
+    stream = torch.cuda.Stream(device)
+    return stream, Workspace(device, stream)
 
 
 @contextmanager
