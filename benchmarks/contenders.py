@@ -173,6 +173,9 @@ PEERS: dict[str, Callable[[PreTrainedModel], Run]] = {
     "DeepSpeed, graph": lambda model: hybrid_engine(model, graph=True),
 }
 
+SETTING_UP = {"model.generate, static cache", "generate_batch, kept", "DeepSpeed, graph"}
+"""Peers that compile or capture in the first call of a case."""
+
 
 def find_deepspeed(folder: Path | None) -> None:
     """Make DeepSpeed's rollout files importable from a folder of its sources, where the package is not installed."""

@@ -69,6 +69,9 @@ JOBS = {
     "decode-32B": _benchmark(150, "decode.py --model 32B --cases A,B --contenders fused --repeats 3"),
     "decode-MoE": _benchmark(240, "decode.py --model MoE --cases A,B --contenders captured --repeats 3"),
     "decode-long": _benchmark(120, "decode.py --cases long,longer --contenders fused --name decode-long --repeats 3"),
+    "decode-8B-long": _benchmark(
+        120, "decode.py --model 8B --cases long --contenders fused --name decode-8B-long --repeats 3"
+    ),
     "decode-curve": _benchmark(300, "decode.py --cases A --contenders fused --name decode-curve --curve --repeats 1"),
     "prefill": _benchmark(300, "prefill.py --fuse --compile"),
     "routes-captured": _benchmark(120, "routes.py --model 3B --modes captured --seconds 130"),
@@ -78,7 +81,7 @@ JOBS = {
     "groups": _benchmark(200, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
     "tests-kernels": _tests(75, "kernels", workers=8),
-    "tests-lifecycle": _tests(75, "gpu/test_lifecycle.py"),
+    "tests-lifecycle": _tests(90, "gpu/test_lifecycle.py", "gpu/test_gpu_workspace.py"),
     "tests-parity": _tests(85, "gpu/test_parity.py", workers=6),
     "tests-sampling": _tests(40, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py", workers=6),
     "tests-compile": _tests(55, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py", workers=6),

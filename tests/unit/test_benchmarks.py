@@ -36,6 +36,20 @@ def test_the_decode_benchmark_takes_every_contender(decode):
     assert decode.read_arguments(["--contenders", "fused, eager"]).contenders == ["fused", "eager"]
 
 
+def test_slow_peers_are_called_again_after_their_set_up_alone(decode):
+    """Guards against minutes of repeats, and against a time with compilation in it where another call is cheap."""
+    assert set(decode.PEERS) > decode.SETTING_UP
+    for name, first_ms, calls in [
+        ("fused", 60_000, 9),
+        ("model.generate", 1_000, 9),
+        ("model.generate", 4_000, 1),
+        ("model.generate", 60_000, 0),
+        ("DeepSpeed, graph", 60_000, 1),
+    ]:
+        again = [decode.is_called_again(name, first_ms, repeats, 2.0) for repeats in range(9)]
+        assert again == [True] * calls + [False] * (9 - calls)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
