@@ -31,7 +31,8 @@ from liveroll.tools.embedded import load_embedded
 from liveroll.tools.grid import WorkloadRange
 from liveroll.tools.sweep_file import write_sweep
 from liveroll.tools.sweep_result import AUTO, AUTO_PADDED, CONTENDERS, Case
-from liveroll.tools.sweep_run import SweepOptions, show_sweep, sweep_model
+from liveroll.tools.sweep_run import SweepOptions, sweep_model
+from liveroll.tools.sweep_table import show_sweep
 from liveroll.tools.workloads import read_workloads
 
 RANGE = WorkloadRange(min_length=16, max_length=512, max_batch=32)

@@ -77,7 +77,8 @@ def sweep(
     device: Annotated[str, _DEVICE] = "auto",
 ) -> None:
     """Compare every route and auto on workloads, and check their tokens."""
-    from liveroll.tools.sweep_run import SweepOptions, run_sweep, show_sweep
+    from liveroll.tools.sweep_run import SweepOptions, run_sweep
+    from liveroll.tools.sweep_table import show_sweep
 
     options = SweepOptions(
         model=model,
@@ -104,6 +105,8 @@ def sweep(
         raise typer.Exit(130) from None
     show_sweep(result, Console(width=max(Console().width, 160)))
     typer.echo(f"written to {out}")
+    if result.settings["interrupted"]:
+        raise typer.Exit(130)
     if result.origin["dtype"] == "float32" and not result.agrees:
         progress.print("tokens differ from those of each prompt alone", style="bold red")
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from liveroll.tools.calibrate_run import journal_path
 from liveroll.tools.grid import WorkloadRange, plan_grid
 from liveroll.tools.journal import Journal, meta_path
 from liveroll.tools.measure import Stopwatch, sample_id
+from liveroll.tools.sweep_calls import Track
 from liveroll.tools.sweep_file import read_sweep
 from liveroll.tools.sweep_result import AUTO, CONTENDERS
 
@@ -224,6 +225,31 @@ def test_tokens_that_differ_fail_a_sweep(costs, workloads, tmp_path, monkeypatch
     assert "tokens differ" in shown
 
 
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_an_interrupted_sweep_keeps_what_is_done(done, costs, workloads, tmp_path, monkeypatch):
+    """Guards against cases of hours that are lost at Ctrl-C, and a file that hides that some are not in it."""
+    opened = []
+    open_case = Track.open
+
+    def interrupted(self, budget):
+        if len(opened) == done:
+            raise KeyboardInterrupt
+        opened.append(budget)
+        return open_case(self, budget)
+
+    monkeypatch.setattr(Track, "open", interrupted)
+    out = tmp_path / "sweep.json"
+    shown = sweep(costs, workloads, out, "--check", "0", expect=130)
+    if not done:
+        assert "interrupted; nothing was written" in shown
+        assert not out.exists()
+        return
+    assert f"{4 - done} cases were left out by the interruption" in shown
+    names = [("<odd> & even", 2), ("<odd> & even", 3), ("even", 2)]
+    assert [(case.workload, case.new_tokens) for case in read_sweep(out).cases] == names[:done]
+    assert run("report", out, "--out", tmp_path / "page.html")
+
+
 def test_nothing_is_checked_where_nothing_is_to_be(costs, workloads, tmp_path):
     """Guards against the slow check of a sweep that was told to leave it out."""
     shown = sweep(costs, workloads, tmp_path / "sweep.json", "--check", "0", "--new-tokens", "2")
@@ -290,6 +316,7 @@ def test_a_page_that_cannot_be_written(costs, workloads, tmp_path):
     for out, message in (
         (tmp_path / "none" / "page.html", "there is no folder"),
         (tmp_path, "it is not a file"),
+        ("/dev/null", "it is not a file"),
         (tmp_path / "sweep.json", "it would replace"),
     ):
         assert message in run("report", tmp_path / "sweep.json", "--out", out, expect=2)

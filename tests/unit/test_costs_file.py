@@ -65,6 +65,15 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_stays_a_link(tmp_path):
+    """Guards against costs written beside those that a link names, which others go on reading."""
+    kept, link = tmp_path / "kept.json", tmp_path / "costs.json"
+    link.symlink_to(kept)
+    save(link)
+    assert link.is_symlink()
+    assert read_costs(kept).coefficients == COSTS
+
+
 def test_a_measurement_that_is_no_number_is_not_written(tmp_path):
     """Guards against a file that no other JSON reader takes."""
     with pytest.raises(ValueError, match="JSON"):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 from liveroll.errors import ConfigError
 from liveroll.planning.costs import CostModel
 from liveroll.planning.geometry import ModelGeometry
-from liveroll.planning.json_file import read_json
+from liveroll.planning.json_file import read_json, write_json
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kv", "planning", "prefill")
@@ -81,11 +78,10 @@ class CostsFile:
 
 
 def write_costs(path: Path, costs: CostsFile) -> None:
-    """Write a file of costs, and the folders that it is in.
-
-    Whoever reads the path meanwhile finds the file that was there before, or this one, whole.
+    """Write a file of costs, as `write_json` does.
 
     Raises:
+        OSError: it cannot be written.
         ValueError: a measurement is not a finite number.
     """
     content = {
@@ -93,14 +89,7 @@ def write_costs(path: Path, costs: CostsFile) -> None:
         "metadata": asdict(costs.origin),
         "points": list(costs.points),
     }
-    text = json.dumps(content, indent=1, allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
-    try:
-        beside.write_text(text + "\n", "utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_json(path, content)
 
 
 def read_costs(path: Path) -> CostsFile:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from liveroll.errors import ConfigError
+from liveroll.planning.json_file import write_json
 from liveroll.tools.outputs import check_output, writing
 
 Fingerprint = dict[str, Any]
@@ -88,7 +89,7 @@ class Journal:
             if os.fstat(self._file.fileno()).st_size != resumption.size:
                 raise BlockingIOError
             self._file.truncate(resumption.keep)
-            _replace(meta_path(out), fingerprint)
+            write_json(meta_path(out), fingerprint)
         except BlockingIOError as error:
             self._file.close()
             raise ConfigError(f"another run is writing to {out}; wait for it, or give another --out") from error
@@ -132,11 +133,7 @@ def _lock(file: BinaryIO) -> None:
 
 def _size(out: Path) -> int:
     check_output(out)
-    if not out.exists():
-        return 0
-    if not out.is_file():
-        raise ConfigError(f"cannot write to {out}: it is not a file")
-    return out.stat().st_size
+    return out.stat().st_size if out.exists() else 0
 
 
 def _refuse_other_run(out: Path, fingerprint: Fingerprint) -> None:
@@ -183,10 +180,3 @@ def _index_of(line: bytes, place: str, ids: Mapping[int, str | int]) -> int:
     if not known:
         raise ConfigError(f"{place} is no row of this run; give --overwrite to start again, or another --out")
     return int(index)
-
-
-def _replace(path: Path, content: Fingerprint) -> None:
-    """Write a file so that it is always either the old one or the new one."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    beside.replace(path)

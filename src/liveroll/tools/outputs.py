@@ -21,7 +21,7 @@ def check_output(out: Path, *inputs: Path) -> None:
         ConfigError: there is no such folder, it or the file may not be written to, the path is no file's, or it is
             one of the inputs.
     """
-    if not out.name or out.is_dir():
+    if not out.name or (out.exists() and not out.is_file()):
         raise ConfigError(f"cannot write to {out}: it is not a file; give the name of one")
     if not out.parent.is_dir():
         raise ConfigError(f"cannot write to {out}: there is no folder {out.parent}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -11,7 +10,7 @@ from typing import Any
 
 from liveroll.errors import ConfigError
 from liveroll.planning.fit import Measurement
-from liveroll.planning.json_file import read_json
+from liveroll.planning.json_file import read_json, write_json
 from liveroll.tools.outputs import writing
 from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult, SweepResult
 
@@ -49,8 +48,7 @@ def write_sweep(path: Path, sweep: SweepResult) -> None:
     ]
     content = {**{name: getattr(sweep, name) for name in _PARTS}, "cases": cases, "summary": sweep.summary()}
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
+        write_json(path, content)
 
 
 def read_sweep(path: Path) -> SweepResult:

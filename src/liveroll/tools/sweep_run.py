@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from liveroll.config import RolloutConfig
 from liveroll.config_checks import check_whole
@@ -21,18 +19,8 @@ from liveroll.planning.costs_file import CostsFile, read_costs
 from liveroll.tools.checkpoint import load_checkpoint
 from liveroll.tools.outputs import check_output
 from liveroll.tools.sweep_file import write_sweep
-from liveroll.tools.sweep_result import (
-    AUTO,
-    AUTO_PADDED,
-    CONTENDERS,
-    MARKS,
-    TOLERANCE,
-    Case,
-    SweepResult,
-)
+from liveroll.tools.sweep_result import Case, SweepResult
 from liveroll.tools.workloads import Workload, read_workloads
-
-_NAME = 24  # letters of a workload's name that the table has room for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +87,10 @@ class SweepOptions:
 
 
 def run_sweep(options: SweepOptions, console: Console) -> SweepResult:
-    """Compare the routes and write what was found.
+    """Compare the routes and write what was found, also where it was interrupted after its first case.
 
     Raises:
+        KeyboardInterrupt: as `sweep_model` raises.
         ConfigError: the model or the costs cannot be used, or the file cannot be written to, or is one of those
             that are read.
         PromptError: a workload cannot be read or run.
@@ -136,32 +125,50 @@ def sweep_model(
         console: where the progress bar is shown.
         case_seconds: what the repeats of one workload at one budget may take.
         keep: called with each case that is done.
+
+    Returns:
+        What was found; where it was interrupted, of the cases that were done by then.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted before any case was done.
+        LiverollError: as `sweep` raises.
     """
     from liveroll.tools.reference import Reference
     from liveroll.tools.sweep import sweep
 
     slots = options.slots or max(len(workload.lengths) for workload in workloads)
+    config = RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile, fuse=options.fuse)
     checking = None if options.check == 0 else Reference(options.check, options.check_tokens)
     count = len(workloads) * len(options.budgets)
+    done: list[Case] = []
+    interrupted = False
     with _bar(console, count) as (tick, advance):
 
-        def done(case: Case) -> None:
+        def take(case: Case) -> None:
+            done.append(case)
             advance()
             keep(case)
 
-        cases = sweep(
-            model,
-            workloads,
-            options.budgets,
-            options.costs,
-            config=RolloutConfig(max_slots=slots, capture=options.capture, compile=options.compile, fuse=options.fuse),
-            repeats=options.repeats,
-            case_seconds=case_seconds,
-            seconds=math.inf if options.seconds is None else options.seconds,
-            reference=checking,
-            tick=tick,
-            keep=done,
-        )
+        try:
+            sweep(
+                model,
+                workloads,
+                options.budgets,
+                options.costs,
+                config=config,
+                repeats=options.repeats,
+                case_seconds=case_seconds,
+                seconds=math.inf if options.seconds is None else options.seconds,
+                reference=checking,
+                tick=tick,
+                keep=take,
+            )
+        except KeyboardInterrupt:
+            if not done:
+                raise
+            interrupted = True
+    order = [workload.name for workload in workloads]
+    cases = sorted(done, key=lambda case: (order.index(case.workload), case.new_tokens))
     if not cases:
         raise ConfigError(f"no case can be run in {options.seconds} s; allow more")
     settings = {
@@ -170,6 +177,7 @@ def sweep_model(
         "case_seconds": case_seconds,
         "seconds": options.seconds,
         "left_out": count - len(cases),
+        "interrupted": interrupted,
         "slots": slots,
         "checked_prompts": options.check,
         "checked_tokens": options.check_tokens,
@@ -179,46 +187,6 @@ def sweep_model(
     }
     origin = asdict(costs.origin)
     return SweepResult(origin, asdict(costs.coefficients), list(costs.points), settings, cases)
-
-
-def show_sweep(result: SweepResult, console: Console) -> None:
-    """Print the time of every route on every workload, and how near `auto` came to the best."""
-    table = Table(box=None, padding=(0, 2, 0, 0), title="Least ms of a call", title_justify="left")
-    table.add_column("workload", max_width=_NAME, overflow="ellipsis", no_wrap=True)
-    table.add_column("new", justify="right")
-    for name in CONTENDERS:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("auto took")
-    for name in ("auto / best", "without packed", "noise"):
-        table.add_column(name, justify="right")
-    for case in result.cases:
-        best = case.best()
-        times = [f"[bold]{case.label(name)}[/bold]" if name == best else case.label(name) for name in case.results]
-        ratios = [_coloured(case, AUTO), _coloured(case, AUTO_PADDED)]
-        taken = case.results[AUTO].taken
-        table.add_row(escape(case.workload), str(case.new_tokens), *times, taken, *ratios, f"{case.noise:.1%}")
-    console.print(table)
-    console.print(MARKS, highlight=False)
-    for name in (AUTO, AUTO_PADDED):
-        numbers = result.summary()[name]
-        console.print(
-            f"{name}: within 5% of the best route in {numbers['within 5%']} of {numbers['cases']} cases; at worst "
-            f"{numbers['worst ratio']:.3f} times its time ({numbers['worst case']}); the same work as the best in "
-            f"{numbers['same work as the best']}; routes taken: {', '.join(numbers['routes taken'])}",
-            markup=False,
-            highlight=False,
-        )
-    if result.settings.get("left_out"):
-        console.print(f"{result.settings['left_out']} cases were left out for lack of time", style="yellow")
-    agreement = result.summary()["agreement"]
-    if agreement is not None:
-        console.print(f"tokens equal to those of each prompt alone: {agreement:.2%} at worst", highlight=False)
-
-
-def _coloured(case: Case, contender: str) -> str:
-    ratio = case.ratio(contender)
-    mark = "=" if case.is_same_work(contender) else ""
-    return f"[{'green' if ratio <= TOLERANCE else 'red'}]{mark}{ratio:.3f}[/]"
 
 
 @contextmanager
