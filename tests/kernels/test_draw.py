@@ -88,7 +88,7 @@ def logits_of(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("vocab", "size"), [(7, 7), (512, 500), (1301, 1024)])
+@pytest.mark.parametrize(("vocab", "size"), [(7, 7), (512, 500), (1301, 1024), (9001, 8500)])
 def test_by_temperature_alone(device, dtype, vocab, size):
     """Guards against other noise, other ties, a lost block, or ids beyond the tokenizer: greedy and sampled mixed."""
     mixed = [{"sampled": False}, {}, {"temperature": 0.4}, {"temperature": 1.6}]

@@ -1,7 +1,4 @@
-"""One draw a row over the whole vocabulary: Gumbel noise, argmax and log-probability in one pass.
-
-The noise is that of `liveroll.decode.noise`, bit for bit before the logarithms.
-"""
+"""One draw a row over the whole vocabulary: Gumbel noise, argmax and log-probability in one pass."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liveroll.decode.state import Column, RowState, Setting
+from liveroll.kernels.noise import add_noise, exp2
 
 BLOCK = 4096
 """Tokens that one program takes."""
@@ -39,7 +37,7 @@ class Draw(NamedTuple):
         tokens: `[B]` int64.
         logprobs: `[B]` float32, in the distribution drawn from.
         totals: `[B]` float32, the logarithm of its normaliser.
-        kept: `[B, blocks]` int32, how many tokens of each block could be drawn.
+        kept: `[B, blocks]` int32, how many tokens of each block could be drawn; undefined unless it was asked for.
     """
 
     tokens: Tensor
@@ -49,12 +47,12 @@ class Draw(NamedTuple):
 
 
 @triton.jit
-def load_scores(
-    values, bounds, edges, slots, settings, row, index, width, stride,
+def _to_scores(
+    value, bounds, edges, slots, settings, row, index,
     BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
 ):  # fmt: skip
     """Scores of a row's tokens, -inf where a token may not be drawn; one that is not a number stays, and shows."""
-    score = tl.load(values + row.to(tl.int64) * stride + index, mask=index < width, other=float("-inf")).to(tl.float32)
+    score = value.to(tl.float32)
     if BOUNDED:
         bound, edge = tl.load(bounds + row), tl.load(edges + row)
         score = tl.where((score < bound) | ((score == bound) & (index < edge)), float("-inf"), score)
@@ -64,78 +62,62 @@ def load_scores(
 
 
 @triton.jit
-def _mix(word):
-    word ^= word >> 16
-    word *= 0x85EBCA6B
-    word ^= word >> 13
-    word *= 0xC2B2AE35
-    return word ^ (word >> 16)
+def load_scores(
+    values, bounds, edges, slots, settings, row, block, width, stride,
+    BOUNDED: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of a row's tokens, -inf behind the last too."""
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    at = values + row.to(tl.int64) * stride + index
+    # All blocks but the last are read without a look at where the vocabulary ends.
+    value = tl.load(at) if (block + 1) * BLOCK <= width else tl.load(at, mask=index < width, other=float("-inf"))
+    return _to_scores(value, bounds, edges, slots, settings, row, index, BOUNDED, SETTINGS, SHARPNESS)
 
 
 @triton.jit
-def _log(x, DEVICE: tl.constexpr):
-    """The logarithm; on a GPU by its own instruction, with an error of 2^-22 of log2 (PTX ISA, lg2.approx)."""
-    if DEVICE:
-        result = 0.6931471805599453 * tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        result = tl.log(x)
-    return result
-
-
-@triton.jit
-def _gumbel(low, high, position, index, DEVICE: tl.constexpr):
-    key = _mix(low ^ (position * 0x9E3779B9))
-    key = _mix(key ^ high)
-    word = _mix(_mix((index.to(tl.uint32) * 0x9E3779B9) ^ key) ^ low)
-    uniform = ((word & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-    uniform = tl.minimum(uniform, 0.99999994)
-    # log1p(-u): for small u the first terms of its series are exact to float32, and 1 - u would lose its digits.
-    exact = -_log(1.0 - uniform, DEVICE)
-    series = tl.fma(uniform, tl.fma(uniform, tl.fma(uniform, 0.25, 0.3333333333333333), 0.5), 1.0) * uniform
-    return -_log(tl.where(uniform < 0.01, series, exact), DEVICE)
-
-
-@triton.jit
-def _sum_exp(score):
+def _sum_exp(score, DEVICE: tl.constexpr):
     """The largest score, and the sum of the exponentials of the others' distances from it."""
     largest = tl.max(score, 0)
     # A block in which every token is excluded has no sum.
     finite = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.sum(tl.exp(score - finite), 0)
+    return largest, tl.sum(exp2((score - finite) * 1.4426950408889634, DEVICE), 0)
 
 
 @triton.jit
 def _draw_block(
-    values, bounds, edges, logits, slots, numbers, settings, best, token, chosen, top, total, kept, raw_top, raw_total,
+    values, bounds, edges, logits, slots, numbers, settings, best, pieces, top, total, kept, raw_top, raw_total,
     stride, width, logits_stride, vocab,
-    BOUNDED: tl.constexpr, RAW: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr, SAMPLED: tl.constexpr,
-    STREAM_LOW: tl.constexpr, STREAM_HIGH: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DEVICE: tl.constexpr,
+    BOUNDED: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
+    COLUMNS: tl.constexpr, POSITION: tl.constexpr, SAMPLED: tl.constexpr, STREAM_LOW: tl.constexpr,
+    STREAM_HIGH: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
-    index = block * BLOCK + tl.arange(0, BLOCK)
     at = row * BLOCKS + block
-    score = load_scores(values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, SHARPNESS)
-    largest, summed = _sum_exp(score)
+    score = load_scores(
+        values, bounds, edges, slots, settings, row, block, width, stride, BOUNDED, SETTINGS, SHARPNESS, BLOCK
+    )
+    largest, summed = _sum_exp(score, DEVICE)
     tl.store(top + at, largest)
     tl.store(total + at, summed)
-    tl.store(kept + at, tl.sum((score > float("-inf")).to(tl.int32), 0))
+    if COUNTED:
+        tl.store(kept + at, tl.sum((score > float("-inf")).to(tl.int32), 0))
     noisy = score
-    own = numbers + tl.load(slots + row) * COLUMNS
-    if (tl.load(own + SAMPLED) != 0) & (largest > float("-inf")):
-        low, high = tl.load(own + STREAM_LOW).to(tl.uint32), tl.load(own + STREAM_HIGH).to(tl.uint32)
-        noisy = score + _gumbel(low, high, (tl.load(own + POSITION) + 1).to(tl.uint32), index, DEVICE)
-    highest, where = tl.max(noisy, 0, return_indices=True)
+    if largest > float("-inf"):
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        noisy = add_noise(
+            score, slots, numbers, row, index, COLUMNS, POSITION, SAMPLED, STREAM_LOW, STREAM_HIGH, DEVICE
+        )
+    # Which token of its piece is the best is looked for once a row, and not once a thread.
+    highest, where = tl.max(tl.max(noisy.reshape(BLOCK // PIECE, PIECE), 1), 0, return_indices=True)
     tl.store(best + at, highest)
-    tl.store(token + at, block * BLOCK + where)
-    tl.store(chosen + at, tl.sum(tl.where(tl.arange(0, BLOCK) == where, score, 0.0), 0))
+    tl.store(pieces + at, block * BLOCK + where * PIECE)
     if RAW:
+        index = block * BLOCK + tl.arange(0, BLOCK)
         raw = tl.load(
             logits + row.to(tl.int64) * logits_stride + index, mask=index < vocab, other=float("-inf")
         ).to(tl.float32)  # fmt: skip
-        largest, summed = _sum_exp(raw)
+        largest, summed = _sum_exp(raw, DEVICE)
         tl.store(raw_top + at, largest)
         tl.store(raw_total + at, summed)
 
@@ -152,19 +134,29 @@ def _log_sum(top, total, row, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr):
 
 @triton.jit
 def _draw_row(
-    logits, best, token, chosen, top, total, raw_top, raw_total, tokens, logprobs, totals, raw_logprobs,
-    logits_stride, width,
-    RAW: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
+    values, bounds, edges, logits, slots, numbers, settings, best, pieces, top, total, raw_top, raw_total,
+    tokens, logprobs, totals, raw_logprobs, stride, width, logits_stride,
+    BOUNDED: tl.constexpr, RAW: tl.constexpr,
+    COLUMNS: tl.constexpr, POSITION: tl.constexpr, SAMPLED: tl.constexpr, STREAM_LOW: tl.constexpr,
+    STREAM_HIGH: tl.constexpr, SETTINGS: tl.constexpr, SHARPNESS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, PIECE: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    block = tl.arange(0, BLOCKS_P)
-    at = row * BLOCKS + block
-    _, winner = tl.max(tl.load(best + at, mask=block < BLOCKS, other=float("-inf")), 0, return_indices=True)
+    block, place = tl.arange(0, BLOCKS_P), tl.arange(0, PIECE)
+    best_of = tl.load(best + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    _, winner = tl.max(best_of, 0, return_indices=True)
+    first = tl.load(pieces + row * BLOCKS + winner)
+    index = first + place
+    value = tl.load(values + row.to(tl.int64) * stride + index, mask=index < width, other=float("-inf"))
+    score = _to_scores(value, bounds, edges, slots, settings, row, index, BOUNDED, SETTINGS, SHARPNESS)
+    noisy = add_noise(score, slots, numbers, row, index, COLUMNS, POSITION, SAMPLED, STREAM_LOW, STREAM_HIGH, DEVICE)
+    _, where = tl.max(noisy, 0, return_indices=True)
+    chosen = tl.sum(tl.where(place == where, score, 0.0), 0)
     # Where no score is a number any place may win, one behind the vocabulary too.
-    drawn = tl.minimum(tl.load(token + row * BLOCKS + winner), width - 1)
+    drawn = tl.minimum(first + where, width - 1)
     tl.store(tokens + row, drawn.to(tl.int64))
     highest, rest = _log_sum(top, total, row, BLOCKS, BLOCKS_P)
-    tl.store(logprobs + row, tl.load(chosen + row * BLOCKS + winner) - highest - rest)
+    tl.store(logprobs + row, chosen - highest - rest)
     tl.store(totals + row, highest + rest)
     if RAW:
         highest, rest = _log_sum(raw_top, raw_total, row, BLOCKS, BLOCKS_P)
@@ -172,7 +164,9 @@ def _draw_row(
         tl.store(raw_logprobs + row, logit - highest - rest)
 
 
-def draw(logits: Tensor, source: Source, state: RowState, slots: Tensor, raw_logprobs: Tensor | None) -> Draw:
+def draw(
+    logits: Tensor, source: Source, state: RowState, slots: Tensor, raw_logprobs: Tensor | None, counted: bool = False
+) -> Draw:
     """Draw one token a row.
 
     Args:
@@ -181,28 +175,36 @@ def draw(logits: Tensor, source: Source, state: RowState, slots: Tensor, raw_log
         state: the settings of slots.
         slots: `[B]` int64.
         raw_logprobs: `[B]` float32, filled with the log-probabilities in the softmax of the logits; or None.
+        counted: whether to count the tokens that could be drawn.
     """
     (rows, vocab), device, raw = logits.shape, logits.device, raw_logprobs is not None
     blocks = triton.cdiv(vocab if raw else source.width, BLOCK)
-    best, chosen, top, total, raw_top, raw_total = torch.empty(6, rows, blocks, dtype=torch.float32, device=device)
-    token, kept = torch.empty(2, rows, blocks, dtype=torch.int32, device=device)
+    best, top, total, raw_top, raw_total = torch.empty(5, rows, blocks, dtype=torch.float32, device=device)
+    pieces, kept = torch.empty(2, rows, blocks, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs, totals = torch.empty(2, rows, dtype=torch.float32, device=device)
-    bounds, edges = source.bounds or (logprobs, token)
+    bounds, edges = source.bounds or (logprobs, pieces)
+    settings = {
+        "BOUNDED": source.bounds is not None, "RAW": raw,
+        "COLUMNS": len(Column), "POSITION": int(Column.POSITION), "SAMPLED": int(Column.SAMPLED),
+        "STREAM_LOW": int(Column.STREAM_LOW), "STREAM_HIGH": int(Column.STREAM_HIGH),
+        "SETTINGS": len(Setting), "SHARPNESS": int(Setting.SHARPNESS), "BLOCKS": blocks,
+        # What a thread reads at once.
+        "PIECE": 16 // source.values.itemsize, "DEVICE": logits.is_cuda,
+        # A score that were fused with its noise would not be the one that the filters see.
+        "enable_fp_fusion": False,
+    }  # fmt: skip
     _draw_block[(rows, blocks)](
         source.values, bounds, edges, logits, slots, state.numbers, state.settings,
-        best, token, chosen, top, total, kept, raw_top, raw_total,
+        best, pieces, top, total, kept, raw_top, raw_total,
         source.values.stride(0), source.width, logits.stride(0), vocab,
-        BOUNDED=source.bounds is not None, RAW=raw,
-        COLUMNS=len(Column), POSITION=int(Column.POSITION), SAMPLED=int(Column.SAMPLED),
-        STREAM_LOW=int(Column.STREAM_LOW), STREAM_HIGH=int(Column.STREAM_HIGH),
-        SETTINGS=len(Setting), SHARPNESS=int(Setting.SHARPNESS), BLOCKS=blocks, BLOCK=BLOCK,
-        # A score that were fused with its noise would not be the one that the filters see.
-        DEVICE=logits.is_cuda, num_warps=4, enable_fp_fusion=False,
+        COUNTED=counted, BLOCK=BLOCK, num_warps=4, **settings,
     )  # fmt: skip
     _draw_row[(rows,)](
-        logits, best, token, chosen, top, total, raw_top, raw_total, tokens, logprobs, totals,
-        totals if raw_logprobs is None else raw_logprobs, logits.stride(0), source.width,
-        RAW=raw, BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), num_warps=1, enable_fp_fusion=True,
+        source.values, bounds, edges, logits, slots, state.numbers, state.settings,
+        best, pieces, top, total, raw_top, raw_total,
+        tokens, logprobs, totals, totals if raw_logprobs is None else raw_logprobs,
+        source.values.stride(0), source.width, logits.stride(0),
+        BLOCKS_P=triton.next_power_of_2(blocks), num_warps=1, **settings,
     )  # fmt: skip
     return Draw(tokens, logprobs, totals, kept)

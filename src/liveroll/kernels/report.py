@@ -19,9 +19,8 @@ def _rank_block(
     row, block = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK)
     score = load_scores(
-        values, bounds, edges, slots, settings, row, block * BLOCK + place, width, stride,
-        BOUNDED, SETTINGS, SHARPNESS,
-    )  # fmt: skip
+        values, bounds, edges, slots, settings, row, block, width, stride, BOUNDED, SETTINGS, SHARPNESS, BLOCK
+    )
     at = (row * BLOCKS + block) * count
     for rank in range(count):
         highest, where = tl.max(score, 0, return_indices=True)
@@ -86,7 +85,7 @@ def _list_block(
     if total <= limit:
         index = block * BLOCK + tl.arange(0, BLOCK)
         score = load_scores(
-            values, bounds, edges, slots, settings, row, index, width, stride, BOUNDED, SETTINGS, SHARPNESS
+            values, bounds, edges, slots, settings, row, block, width, stride, BOUNDED, SETTINGS, SHARPNESS, BLOCK
         )
         chosen = score > float("-inf")
         place = tl.sum(tl.where(other < block, count, 0), 0) + tl.cumsum(chosen.to(tl.int32), 0) - 1

@@ -28,7 +28,7 @@ def sample_fused(logits: Tensor, state: RowState, slots: Tensor, variant: Varian
     details = torch.empty(wanted.rows, len(slots), dtype=torch.int32, device=logits.device)
     top, kept = int(wanted.raw), wanted.numbers - 1
     raw = details[0].view(torch.float32) if wanted.raw else None
-    drawn = draw(logits, source, state, slots, raw)
+    drawn = draw(logits, source, state, slots, raw, counted=wanted.kept > 0)
     if wanted.top:
         ids, logprobs = details[top : top + wanted.top], details[top + wanted.top : top + 2 * wanted.top]
         rank(source, drawn, state, slots, ids, logprobs.view(torch.float32))
