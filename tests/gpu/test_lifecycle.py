@@ -115,10 +115,13 @@ def test_one_captured_step_at_a_time():
 
 
 def test_a_step_that_cannot_be_captured():
-    """Guards against a capture failure that hangs, is silent, or does not name its module."""
+    """Guards against a capture failure that hangs, is silent, or does not name its module.
+
+    And against one that leaves the caller on another stream, or torch with memory that it never gives back.
+    """
     from liveroll import CaptureError
 
-    model = build("llama").cuda()
+    model, stream = build("llama").cuda(), torch.cuda.current_stream()
     inner = model.model.layers[1].mlp
     forward = inner.forward
 
@@ -131,6 +134,12 @@ def test_a_step_that_cannot_be_captured():
     engine = RolloutEngine(model)
     batch = engine.generate(prompts(4), GREEDY)
     assert "layers.1.mlp" in batch.stats.eager_reason
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
     del inner.forward
     assert tokens(batch) == tokens(RolloutEngine(model).generate(prompts(4), GREEDY))
 

@@ -40,7 +40,7 @@ def check(device, dtype, *, heads=4, kv_heads=2, key_dim=16, value_dim=None, tra
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (48, 32)]
+    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (512, 512), (48, 32)]
 )
 def test_head_dimensions(device, dtype, key_dim, value_dim):
     """Guards against lanes beyond a head that is no power of two wide."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liveroll.decode import capture
 from liveroll.decode.capture import CudaGraphs, RecordedSteps
 from liveroll.decode.graphs import GraphStore
+from liveroll.decode.workspace import Workspace as RealWorkspace
 
 
 def test_dropped_steps_leave_their_pool():
@@ -76,3 +78,87 @@ def test_what_follows_a_failed_warm_up_waits_for_it(monkeypatch):
         CudaGraphs(torch.device("cpu")).warm_up(step)
     assert side.done == [current, "a workspace", "a kernel"]
     assert current.done == [side]
+
+
+def test_what_a_broken_capture_leaves(monkeypatch):
+    """Guards against a trainer that is left on the stream of captures, and a torch that takes its capture to go on.
+
+    It would never give back memory that it caches, and end the process with an error as it exits.
+    """
+    side, current, ended, pools = Stream(), ["default"], [], iter([(0, 1), (0, 2)])
+
+    @contextmanager
+    def on(stream):
+        before = current[-1]
+        current.append(stream)
+        try:
+            yield
+        finally:
+            current.append(before)
+
+    class Capture:
+        def __init__(self, graph, *, pool, stream, capture_error_mode):
+            self.pool, self.stream = pool, stream
+
+        def __enter__(self):
+            current.append(self.stream)
+
+        def __exit__(self, kind, error, trace):
+            if kind is not None:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(capture, "_side_stream", lambda device: (side, Workspace(side)))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *what: ended.append(what), raising=False)
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaGraphs(torch.device("cpu")).record(lambda: 1 / 0)
+    assert current[-1] == "default"
+    assert ended == [(None, (0, 1))]
+
+
+class Pool(TorchDispatchMode):
+    """Takes down what is computed while memory is taken from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.done.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: pool)
+    return RealWorkspace(torch.device("cpu"), Stream())
+
+
+def test_each_library_takes_its_memory_from_the_pool(pool):
+    """Guards against cuBLAS that works in other memory than cuBLASLt, of which nobody keeps it."""
+    pool.hold()
+    assert torch.ops.aten.mm.default in pool._pool.done
+    assert torch.ops.aten.addmm.default in pool._pool.done
+
+
+def test_memory_that_torch_caches_is_given_back_for_the_pool(pool, monkeypatch):
+    """Guards against steps that are not captured on a GPU whose free memory torch holds unused.
+
+    For a pool, and for as long as one is in force, it gives none back.
+    """
+    given_back = []
+
+    def addmm(*arguments):
+        if not given_back:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(torch._C._len_torch_dispatch_stack()))
+    pool.hold()
+    assert given_back == [0]

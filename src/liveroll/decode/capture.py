@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
 from typing import Protocol
@@ -113,13 +113,21 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with (
             _no_garbage_collection(),
+            # A capture that breaks leaves its stream the current one.
+            torch.cuda.stream(self._stream),
             torch.cuda.graph(graph, pool=self._pools[-1], stream=self._stream, capture_error_mode="thread_local"),
         ):
             step()
         return graph
 
     def _recover(self) -> None:
-        """Undo what a broken capture leaves: its pool takes no other, and the random generator waits for its end."""
+        """Undo what a broken capture leaves: its pool takes no other, and the random generator waits for its end.
+
+        torch before 2.13 takes it to go on, too: it would give back no memory that it caches, even where there is none
+        left, nor ever use again what other streams have used.
+        """
+        with suppress(RuntimeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pools[-1])
         self._pools.append(torch.cuda.graph_pool_handle())
         self._record(self._do_little)
 

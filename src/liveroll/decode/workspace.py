@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 
@@ -23,9 +25,19 @@ class Workspace:
         self._square = torch.zeros(16, 16, device=device)
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool()
+        # It outlives the interpreter: where a capture broke or a kernel failed before, its end would abort the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
     def hold(self) -> None:
         """Have torch take the memory for the calling thread from the pool, if it holds none."""
+        try:
+            self._multiply()
+        except torch.OutOfMemoryError:
+            # For a pool torch gives back none of the memory that it caches.
+            torch.cuda.empty_cache()
+            self._multiply()
+
+    def _multiply(self) -> None:
         with torch.cuda.use_mem_pool(self._pool, self._device), torch.cuda.stream(self._stream):
-            # A product with a bias is cuBLASLt's, which may have memory of its own beside that of cuBLAS.
-            torch.addmm(self._square[0], self._square, self._square)
+            # The product with a bias is cuBLASLt's, which may have memory of its own; the one without is cuBLAS's.
+            torch.addmm(self._square[0], self._square, self._square @ self._square)

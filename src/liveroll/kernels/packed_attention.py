@@ -111,6 +111,9 @@ def packed_attention(
     key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     wide, half = max(key_dim_p, value_dim_p) > 128, query.dtype != torch.float32
     queries, keys = (64, 32 if wide else 64) if half else (16 if wide else 32, 32)
+    # More of larger heads would not fit into the memory of a multiprocessor of most GPUs.
+    if max(key_dim_p, value_dim_p) > 256:
+        queries, keys = 32 if half else 16, 16
     _attend[(triton.cdiv(tokens, queries), heads)](
         query, key, value, column, query if sinks is None else sinks, output, tokens, scale, softcap or 0.0,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],

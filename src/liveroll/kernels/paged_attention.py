@@ -193,6 +193,8 @@ def paged_attention(
     # More keys of larger heads would not fit into a multiprocessor's memory.
     wide = rows * heads <= _FEW_PAIRS and query.element_size() == 2 and key_dim_p + value_dim_p <= 256
     block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
+    if key_dim_p + value_dim_p > 512:
+        block, stages = 32, 2
     _attend[(rows, heads, splits)](
         query, key, value, keys, values, table, lengths, index, query if sinks is None else sinks,
         *((lengths,) * 4 if prefix is None else (prefix.clusters, prefix.shared, prefix.partial, prefix.weight)),
