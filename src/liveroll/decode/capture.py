@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from liveroll.decode.workspace import Workspace
+from liveroll.model.versions import end_capture
 
 Step = Callable[[], None]
 
@@ -121,13 +122,8 @@ class CudaGraphs:
         return graph
 
     def _recover(self) -> None:
-        """Undo what a broken capture leaves: its pool takes no other, and the random generator waits for its end.
-
-        torch before 2.13 takes it to go on, too: it would give back no memory that it caches, even where there is none
-        left, nor ever use again what other streams have used.
-        """
-        with suppress(RuntimeError):  # it has ended
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pools[-1])
+        """Undo what a broken capture leaves: its pool takes no other, and the random generator waits for its end."""
+        end_capture(self._device, self._pools[-1])
         self._pools.append(torch.cuda.graph_pool_handle())
         self._record(self._do_little)
 

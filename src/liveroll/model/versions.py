@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
@@ -201,6 +202,20 @@ def varlen_attention(*, grouped: bool) -> Callable[..., Any]:
 
 COMPILE_FAILURES = (TorchDynamoException, InductorError)
 """What `torch.compile` raises where it cannot compile; errors of the compiled program itself are none of these."""
+
+
+def end_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell torch that a capture that broke has ended; before 2.13 it takes it to go on.
+
+    Until then it would give back no memory that it caches, even where there is none left, nor ever use again what
+    other streams have used.
+
+    Args:
+        device: the GPU.
+        pool: that the capture took memory from.
+    """
+    with suppress(RuntimeError):  # torch knows
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def inductor(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
