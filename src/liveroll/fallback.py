@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from liveroll.call import Call, check_room
 from liveroll.config import RolloutConfig
 from liveroll.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from liveroll.model.generate_arguments import generate_kwargs
+from liveroll.model.generate_arguments import generate_kwargs, own_generate
 from liveroll.prompts import PromptBatch, padding_token
 from liveroll.sampling_config import SamplingConfig
 from liveroll.scheduling.request import Request
@@ -89,7 +89,7 @@ def run_fallback(
             arguments["logits_processor"] = LogitsProcessorList([_Known(sampled_size)])
         if _is_plain_greedy(model, arguments):
             arguments["num_return_sequences"] = 1
-        output = model.generate(
+        output = own_generate(model)(
             prompts.input_ids[chosen].to(model.device),
             synced_gpus=False,  # `in_step` sees to it, in subgroups too
             attention_mask=prompts.attention_mask[chosen].to(model.device),

@@ -103,12 +103,13 @@ class Intake:
         prompts = None if may_be_empty and is_empty(inputs.prompts) else inputs.prompts
         if prompts is None and not (batches or may_be_empty):
             raise PromptError("there is nothing to generate; give prompts, or completions in continue_from")
+        new = 0
         if prompts is not None:
-            new = read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size)
-            batches.append(new)
-            starts += read_prefixes(inputs.response_prefix, len(new.prompts), self._tokenizer, vocab_size)
-        elif inputs.response_prefix is not None:
+            batches.append(read_prompts(prompts, tokenizer=self._tokenizer, pad_token_id=pad, vocab_size=vocab_size))
+            new = len(batches[-1].prompts)
+        elif inputs.response_prefix is not None and inputs.prompts is None and inputs.continue_from is not None:
             raise ConfigError("response_prefix begins responses to new prompts; a completion is extended by its extend")
+        starts += read_prefixes(inputs.response_prefix, new, self._tokenizer, vocab_size)
         batch = join(batches, pad)
         sampling = SamplingConfig() if inputs.sampling is None else inputs.sampling
         return Given(batch, tuple(spread_sampling(sampling, len(batch.prompts))), starts)

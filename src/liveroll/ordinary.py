@@ -24,7 +24,7 @@ from liveroll.decode.advance import advance
 from liveroll.decode.sampler import Variant
 from liveroll.decode.state import Column, RowState
 from liveroll.errors import LogitsError
-from liveroll.model.generate_arguments import to_generation_config
+from liveroll.model.generate_arguments import own_generate, to_generation_config
 from liveroll.model.versions import prepared_for_generate
 from liveroll.scheduling.details import Wanted
 from liveroll.scheduling.plan import Outcome
@@ -193,7 +193,7 @@ def _run_chunk(
     )
     timeline.launch("prefill")
     with prepared_for_generate(model, to_generation_config(bare)):
-        model.generate(
+        own_generate(model)(
             torch.from_numpy(ids).to(device),
             synced_gpus=False,  # `in_step` sees to it, in subgroups too
             attention_mask=torch.from_numpy(mask).to(device),

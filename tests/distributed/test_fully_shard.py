@@ -20,7 +20,7 @@ from scenarios import (
 )
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from liveroll import ConfigError, GatherError, PromptError, RankError, UnsupportedModelError
@@ -78,6 +78,24 @@ def unequal(rank):
             except PromptError:
                 seen.append(rank == 1)
     return seen, is_sharded(model)
+
+
+def registered(rank):
+    """Trainer has `generate` gather the root's weights; rank 1 has nothing to hand to it, rank 0 two chunks."""
+    model = build()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "generate")
+    generate, rows, seen = model.generate, [] if rank else prompts_of(0), []
+    for gather in (True, False):
+        for route in ("ordinary", "generate"):
+            fallback = {"fallback": route} if route == "generate" else {"prefill_route": route}
+            # The engine knows no such setting, which forbids nothing here.
+            model.generation_config.no_repeat_ngram_size = GREEDY.max_new_tokens if route == "generate" else None
+            batch = engine_of(model, gather_weights=gather, **fallback).generate(rows, GREEDY)
+            seen.append(tokens(batch) == tokens_alone(rows) and batch.stats.route in (route, "none"))
+    return seen, is_sharded(model), model.generate == generate
 
 
 def tokens_alone(rows):
@@ -195,6 +213,7 @@ SCENARIOS = {
     "wrapped": rolled_out("auto", "wrapper"),
     "compiled": rolled_out("auto", "compile"),
     "unequal": unequal,
+    "registered": registered,
     "failing": failing,
     "stale": stale,
     "short": short,
@@ -234,6 +253,11 @@ def test_ranks_with_unequal_or_no_prompts(outcomes):
     for seen, left in outcomes.of("unequal"):
         assert seen == [True] * 16
         assert left
+
+
+def test_generate_that_gathers_weights(outcomes):
+    """Guards against ranks that gather whenever one of them calls `model.generate`, as Trainer has it."""
+    assert outcomes.of("registered") == [([True] * 4, True, True)] * WORLD
 
 
 def test_a_failed_call_leaves_the_weights_and_hooks(outcomes, expected):

@@ -190,6 +190,25 @@ def test_all_that_is_told_on_every_way(crew, route):
     assert flat(crew.run(details, prompts, sampling, route)) == expected
 
 
+def begun(rank: int, prompts: list[Any], sampling: SamplingConfig, prefix: Any, nothing: Any) -> Any:
+    batch = kept_engine().generate(
+        prompts[rank] or nothing, sampling, response_prefix=prefix[rank], group=KEPT["world"], gather="all"
+    )
+    return told(batch)
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+def test_responses_that_are_begun(crew, nothing):
+    """Guards against a rank without prompts that is refused for the prefix that all ranks give."""
+    prompts = prompts_of(COUNTS, seed=8)
+    one = [5, 6]
+    alone = told(engine_with().generate(flat(prompts), GREEDY, response_prefix=one))
+    assert crew.run(begun, prompts, GREEDY, [one] * WORLD, nothing) == [alone] * WORLD
+    each = [[[rank] for _ in own] for rank, own in enumerate(prompts)]
+    alone = told(engine_with().generate(flat(prompts), GREEDY, response_prefix=flat(each)))
+    assert crew.run(begun, prompts, GREEDY, each, nothing) == [alone] * WORLD
+
+
 def interrupt_and_join(rank: int, prompts: list[Any], sampling: SamplingConfig) -> Any:
     engine = kept_engine()
     short = engine.generate(prompts[rank], sampling, max_total_tokens=6) if prompts[rank] else []

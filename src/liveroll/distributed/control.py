@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -96,12 +97,27 @@ class Control:
         self._calls.blamed = isinstance(error, RankError) and self.rank in error.ranks
         if error is None:
             return
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            raise RankError(
+                f"the store of the group is out of reach ({error}); the process that keeps it has ended, which is that "
+                "of rank 0 or the launcher, and what it raised says why",
+                (),
+            ) from error
         if not isinstance(error, RankError):
             told = f"rank {self.rank} of the group failed, and so does the call: {type(error).__name__}: {error}"
             error = RankError(told, (self.rank,))
         # A store that is gone must not hide what happened, and of several failures the first is told.
         with suppress(dist.DistError):
             self._store.compare_set(self._key("failed"), "", json.dumps([str(error), error.ranks]))
+            self._linger(error.ranks)
+
+    def _linger(self, blamed: Sequence[int]) -> None:
+        """Wait a little for the others to hear of a failure, since the store may end with this process."""
+        heard_by = self.ranks - len(set(blamed) - {self.rank})
+        end = time.monotonic() + min(self._pace + _PAUSES[1], self._patience / 2)
+        self._store.add(self._key("heard"), 1)
+        while self._store.add(self._key("heard"), 0) < heard_by and time.monotonic() < end:
+            time.sleep(_PAUSES[1] / 10)
 
     def meet(self, place: str) -> None:
         """Wait until every rank is here.
@@ -173,7 +189,7 @@ class Control:
         """Drop what the store holds of earlier calls, which every rank has left."""
         places = [key for place in ("weights", "start", "end") for key in (place, f"{place}/open")]
         for number in range(self._calls.forgotten + 1, self._number):
-            for name in ("failed", *places, "numbers", "beats"):
+            for name in ("failed", "heard", *places, "numbers", "beats"):
                 # Not every store can: those in files keep all they were told.
                 with suppress(RuntimeError, NotImplementedError):
                     self._store.delete_key(f"liveroll/{number}/{name}")

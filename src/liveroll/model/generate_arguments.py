@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from liveroll.model.versions import default_generation_fields
 from liveroll.sampling_config import SamplingConfig
 from liveroll.types import ResolvedSampling
+
+
+def own_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model's `generate`, without what torch's `register_fsdp_forward_method` puts around it, as Trainer does.
+
+    That gathers weights once around the whole of it. Their hooks do so in every forward, where they are not gathered
+    already, and ranks do not all call `generate` equally often.
+    """
+    generate: Any = model.generate
+    while getattr(generate, "__globals__", {}).get("__name__", "").startswith("torch.distributed.fsdp."):
+        generate = generate.__wrapped__
+    return generate  # type: ignore[no-any-return]
 
 
 def generate_kwargs(sampling: SamplingConfig) -> dict[str, Any]:
