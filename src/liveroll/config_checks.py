@@ -61,7 +61,7 @@ def check_number(
     low_open: bool = False,
     optional: bool = False,
 ) -> None:
-    """Raise ConfigError unless a field is a number in a range, or None where that is allowed."""
+    """Make a field a float; ConfigError unless it is a number in a range, or None where that is allowed."""
     value = _settle(config, name)
     if value is None and optional:
         return
@@ -72,6 +72,7 @@ def check_number(
         bounds = f"{'above' if low_open else 'at least'} {low:g}"
         bounds += f" and at most {high:g}" if math.isfinite(high) else " and finite"
         raise ConfigError(f"{_owner(config, name)} must be {bounds}, not {value}")
+    object.__setattr__(config, name, float(value))
 
 
 def _is_finite(value: int | float) -> bool:

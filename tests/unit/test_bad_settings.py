@@ -162,6 +162,13 @@ def test_numpy_numbers_are_numbers():
     assert repr(sampling) == repr(plain)
 
 
+def test_numbers_are_one_however_they_are_written():
+    """Guards against ranks that are refused, since one was given a temperature of 1 and another one of 1.0."""
+    whole = SamplingConfig(temperature=1, top_p=1, presence_penalty=0), RolloutConfig(rank_timeout=60)
+    real = SamplingConfig(temperature=1.0, top_p=1.0, presence_penalty=0.0), RolloutConfig(rank_timeout=60.0)
+    assert repr(whole) == repr(real)
+
+
 def test_configurations_are_values():
     """Guards against settings that cannot be copied, compared, hashed or sent to another process."""
     for config in (RolloutConfig(max_slots=3), SamplingConfig(n=2, stop="a", logit_bias={3: 1})):
