@@ -39,7 +39,7 @@ def naming_unknown_options(cls: type[Config]) -> type[Config]:
     return cls
 
 
-def check_whole(config: Any, name: str, *, low: int, high: int | None = None, optional: bool = False) -> None:
+def check_whole(config: Any, name: str, *, low: float, high: int | None = None, optional: bool = False) -> None:
     """Raise ConfigError unless a field is a whole number in a range, or None where that is allowed."""
     value = _settle(config, name)
     if value is None and optional:

@@ -149,7 +149,7 @@ class SamplingConfig:
         check_whole(self, "n_samples_per_prompt", low=1)
         check_number(self, "temperature", low=-math.inf)
         check_number(self, "top_p", low=0.0, high=1.0, low_open=True)
-        check_number(self, "top_k", low=-math.inf)
+        check_whole(self, "top_k", low=-math.inf)
         self.resolve((), None)
 
     def resolve(self, stop_token_ids: tuple[int, ...], seed: int | None) -> sampling_config.SamplingConfig:
