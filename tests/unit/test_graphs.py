@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -83,7 +85,8 @@ def test_what_follows_a_failed_warm_up_waits_for_it(monkeypatch):
 def test_what_a_broken_capture_leaves(monkeypatch):
     """Guards against a trainer that is left on the stream of captures, and a torch that takes its capture to go on.
 
-    It would never give back memory that it caches, and end the process with an error as it exits.
+    It would never give back memory that it caches, and end the process with an error as it exits. And against a
+    capture that begins when the memory its products work in was let go since they were warmed up.
     """
     side, current, ended, pools = Stream(), ["default"], [], iter([(0, 1), (0, 2)])
 
@@ -117,6 +120,7 @@ def test_what_a_broken_capture_leaves(monkeypatch):
         CudaGraphs(torch.device("cpu")).record(lambda: 1 / 0)
     assert current[-1] == "default"
     assert ended == [(None, (0, 1))]
+    assert side.done == ["a workspace"]
 
 
 class Pool(TorchDispatchMode):
@@ -145,6 +149,14 @@ def test_each_library_takes_its_memory_from_the_pool(pool):
     pool.hold()
     assert torch.ops.aten.mm.default in pool._pool.done
     assert torch.ops.aten.addmm.default in pool._pool.done
+
+
+def test_the_pool_outlives_all_that_refer_to_it(pool):
+    """Guards against a process that aborts as it exits, since torch cannot free the pool after a kernel's error."""
+    kept = weakref.ref(pool._pool)
+    pool._pool = None
+    gc.collect()
+    assert kept() is not None
 
 
 def test_memory_that_torch_caches_is_given_back_for_the_pool(pool, monkeypatch):

@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 class Source(NamedTuple):
-    """What rows are drawn from: logits, and the temperatures of their slots; or scores, and what is kept of them.
+    """What rows are drawn from: logits, with the temperatures of their slots; or scores, and what is kept of them.
 
     Attributes:
         values: `[B, >= width]`, of any float dtype, the last dimension contiguous.
@@ -93,6 +93,7 @@ def _draw_block(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
     at = row * BLOCKS + block
     score = load_scores(
         values, bounds, edges, slots, settings, row, block, width, stride, BOUNDED, SETTINGS, SHARPNESS, BLOCK
@@ -104,7 +105,6 @@ def _draw_block(
         tl.store(kept + at, tl.sum((score > float("-inf")).to(tl.int32), 0))
     noisy = score
     if largest > float("-inf"):
-        index = block * BLOCK + tl.arange(0, BLOCK)
         noisy = add_noise(
             score, slots, numbers, row, index, COLUMNS, POSITION, SAMPLED, STREAM_LOW, STREAM_HIGH, DEVICE
         )
@@ -113,7 +113,6 @@ def _draw_block(
     tl.store(best + at, highest)
     tl.store(pieces + at, block * BLOCK + where * PIECE)
     if RAW:
-        index = block * BLOCK + tl.arange(0, BLOCK)
         raw = tl.load(
             logits + row.to(tl.int64) * logits_stride + index, mask=index < vocab, other=float("-inf")
         ).to(tl.float32)  # fmt: skip
