@@ -69,8 +69,8 @@ class Completion:
     kept_tokens: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, list):
+        if list in map(type, vars(self).values()):
+            for name, value in vars(self).items():
                 object.__setattr__(self, name, _without_lists(value))
 
     @property

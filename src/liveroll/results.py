@@ -44,7 +44,7 @@ def make_completion(request: Request, prompts: PromptBatch, tokenizer: Any, *, h
         text=None if tokenizer is None else _text(request, tokens, tokenizer),
         finish_reason=request.finish_reason,
         stop=request.stop,
-        sampled_mask=tuple(request.response_mask.tobytes()),
+        sampled_mask=tuple(request.response_mask),
         continued_at=continued_at,
         prompt_ids=prompts.ids[request.prompt_index],
         padding_ids=prompts.padding_ids[request.prompt_index],
@@ -66,15 +66,18 @@ def make_batch(
     `finish` gives the statistics. It is called last, since making the batch is part of what they time.
     """
     responses = [request.response for request in requests]
-    start, width = prompts.width, max(map(len, responses), default=0)
+    lengths = np.array([len(response) for response in responses], np.int64)
+    start, width = prompts.width, int(lengths.max(initial=0))
     source = np.array([request.prompt_index for request in requests], np.int64)
+    written = np.arange(width) < lengths[:, None]
     grids = np.zeros((3, len(requests), start + width), np.int64)
     ids, mask, sampled = grids
     ids[:, :start], mask[:, :start] = prompts.input_ids.numpy()[source], prompts.attention_mask.numpy()[source]
-    for row, (request, response) in enumerate(zip(requests, responses, strict=True)):
-        end = start + len(response)
-        ids[row, start:end], ids[row, end:] = response, request.sampling.pad_token_id
-        mask[row, start:end], sampled[row, start:end] = 1, request.response_mask
+    if requests:
+        ids[:, start:] = np.array([[request.sampling.pad_token_id] for request in requests])
+        ids[:, start:][written] = np.concatenate(responses)
+        mask[:, start:] = written
+        sampled[:, start:][written] = np.frombuffer(b"".join(request.response_mask for request in requests), np.uint8)
     # Where the call was handed on, `generate` kept the settings to itself, and drew from no stream of the engine's.
     drawn = bool(sampling)
     completions = tuple(make_completion(request, prompts, tokenizer, has_stream=drawn) for request in requests)

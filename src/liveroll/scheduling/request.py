@@ -69,15 +69,12 @@ class Request:
     @property
     def response(self) -> np.ndarray:
         """The whole response so far, its prefix included."""
-        return np.concatenate([self.prefix, self.tokens])
+        return np.concatenate([self.prefix, self.tokens]) if len(self.prefix) else self.tokens
 
     @property
-    def response_mask(self) -> np.ndarray:
-        """Uint8, 1 where a token of the whole response was sampled."""
-        mask, forced = np.ones(len(self.prefix) + len(self.tokens), np.uint8), len(self.prefix)
-        mask[:forced] = 0
-        mask[forced : forced + len(self.given_mask)] = self.given_mask
-        return mask
+    def response_mask(self) -> bytes:
+        """For each token of the whole response, 1 where it was sampled."""
+        return bytes(len(self.prefix)) + self.given_mask.tobytes() + b"\1" * self.new
 
     @property
     def new(self) -> int:
