@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,11 @@ class Call:
     def search_stop(self) -> StopSearch | None:
         """The search for stop strings; None where no prompt has any."""
         return None if self.stop_strings is None else self.stop_strings.search
+
+    @property
+    def settings(self) -> tuple[ResolvedSampling, ...]:
+        """The settings of all prompts without those that are one object with others."""
+        return tuple({id(settings): settings for settings in self.sampling}.values())
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
@@ -126,7 +131,8 @@ def make_call(
             )
     requests = _lay_out(prompts, sampling, starts, seed)
     for request in requests:
-        if request.finish_reason is None:
+        # New samples of a prompt are as long as the first of them.
+        if request.finish_reason is None and (request.before is not None or not request.sample_index):
             index, budget = request.prompt_index, request.sampling.max_new_tokens
             length = len(prompts.prompts[index])
             forced = request.longest + 1 - length - budget
@@ -145,10 +151,9 @@ def _lay_out(
     groups: dict[bytes, int] = {}
     requests: list[Request] = []
     for index, start in enumerate(starts):
-        samples = [_Begun.of(completion) for completion in start.continued]
         prompt, prefix = prompts.prompts[index], np.array(start.prefix, np.int64)
-        samples += [_Begun(sample, stream, prefix) for sample, stream in enumerate(streams[index])]
-        for begun in samples:
+        new = [_Begun(sample, stream, prefix) for sample, stream in enumerate(streams[index])]
+        for begun in (*map(_Begun.of, start.continued), *new):
             root = np.concatenate([prompt, begun.prefix]) if len(begun.prefix) else prompt
             request = Request(
                 row=len(requests),
@@ -171,15 +176,14 @@ def _lay_out(
     return tuple(requests)
 
 
-@dataclass(frozen=True)
-class _Begun:
+class _Begun(NamedTuple):
     """A response as a call finds it: the forced tokens that it begins with, and those behind them."""
 
     sample_index: int
     stream: tuple[int, int]
     prefix: np.ndarray
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    mask: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    tokens: np.ndarray = np.empty(0, np.int64)
+    mask: np.ndarray = np.empty(0, np.uint8)
     completion: Completion | None = None
 
     @classmethod

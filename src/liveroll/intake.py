@@ -130,8 +130,7 @@ class Intake:
     def draft(self, given: Given) -> Call:
         """The call that `open` would make. It uses no seed up, so it is not to be run."""
         resolved = self._resolver.resolve(given.sampling, given.prompts, self.padding_token)
-        self.vocabulary.check(resolved)
-        return make_call(
+        call = make_call(
             given.prompts,
             resolved,
             given.starts,
@@ -142,6 +141,8 @@ class Intake:
             tokenizer=self._tokenizer,
             sampled_size=self.vocabulary.sampled_size,
         )
+        self.vocabulary.check(call.settings)
+        return call
 
     def next_seed(self) -> int:
         """A seed for a call that is handed on without being opened."""

@@ -155,7 +155,7 @@ def _run_chunk(
     timeline: Timeline,
 ) -> OrdinaryCounts:
     timeline.enter("cache")
-    variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
+    variant, wanted = Variant.of(call.settings), Wanted.of(call.settings)
     device = model.device
     contexts = [request.context for request in requests]
     width = max(map(len, contexts))

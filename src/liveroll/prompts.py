@@ -154,7 +154,7 @@ def read_token_ids(name: str, value: Any, expected: str) -> np.ndarray:
         PromptError: the value is something else, or an id does not fit 64 bits.
     """
     ids = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes | str) or not all(map(_is_whole, set(map(type, ids)))):
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | str) or not all(map(_is_whole, {*map(type, ids)})):
         raise PromptError(f"{name} must be {expected}, not {_short(value)}")
     try:
         return np.array(ids, np.int64)
@@ -171,7 +171,7 @@ def _read_chat(messages: Any, tokenizer: Any) -> Any:
 
 
 def _is_whole(kind: type) -> bool:
-    return kind is not bool and issubclass(kind, int | np.integer)
+    return kind is int or (kind is not bool and issubclass(kind, int | np.integer))
 
 
 def _short(value: Any) -> str:

@@ -72,15 +72,15 @@ class Stage:
         stats.timeline.enter("cache")
         requests = call.unfinished
         shape, dtype = self._probe()
-        variant, wanted = Variant.of(call.sampling), Wanted.of(call.sampling)
+        variant, wanted = Variant.of(call.settings), Wanted.of(call.settings)
         self._decoder.prepare(
             shape,
             dtype,
             self._guard.modules,
             longest=max(request.longest for request in requests),
-            stops=max(len(settings.stop_token_ids) for settings in call.sampling),
+            stops=max(len(settings.stop_token_ids) for settings in call.settings),
             variant=variant,
-            adjusted=most_adjusted(call.sampling),
+            adjusted=most_adjusted(call.settings),
             sampled_size=call.sampled_size,
         )
         storage = self._decoder.storage

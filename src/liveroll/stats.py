@@ -61,8 +61,8 @@ class StatsRecorder:
         tokens = sum(chunk.prefill_tokens for chunk in self._chunks)
         padded = sum(chunk.padded_tokens for chunk in self._chunks)
         steps = sum(chunk.decode_steps for chunk in self._chunks)
-        new_tokens = sum(request.new for request in requests)
-        first_tokens = sum(request.new > 0 for request in requests)
+        new = [request.new for request in requests]
+        new_tokens, first_tokens = sum(new), len(new) - new.count(0)
         shared = preemptions = peak = 0
         cascade_steps = 0
         captures, replays = Counter[str](), Counter[str]()

@@ -32,7 +32,7 @@ def assign_streams(
     before: Counter[bytes] = Counter()
     streams = []
     for prompt, count, seed in zip(prompts, counts, seeds, strict=True):
-        origin = blake2b(f"{seed}:".encode() + prompt.astype("<i8").tobytes()).digest()
+        origin = blake2b(f"{seed}:".encode() + prompt.astype("<i8", copy=False).tobytes()).digest()
         streams.append([_keys(origin, before[origin] + sample) for sample in range(count)])
         before[origin] += count
     return streams

@@ -53,7 +53,7 @@ class Vocabulary:
             ConfigError: naming the tokens.
         """
         size = self.sampled_size
-        for sampling in dict.fromkeys(samplings):
+        for sampling in samplings:
             unknown = [token for token in sampling.stop_token_ids if token >= size]
             if unknown:
                 raise ConfigError(

@@ -17,6 +17,8 @@ def capture_what_was_compiled(graphs, step):
         compiled(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
 
 
+# To own a pool, torch captures nothing, and some versions of it warn that they did.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("let_go", [drop_a_step, capture_what_was_compiled])
 def test_captured_products_write_to_nobodys_memory(let_go):
     """Guards against replays that write where cuBLAS once worked, into what has been put there since."""

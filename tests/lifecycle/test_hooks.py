@@ -13,6 +13,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from liveroll import CaptureError, SamplingConfig
 from liveroll.model.hooks import gathers_weights, needed_hooks, without_hooks
+from liveroll.model.signature import tensors_of
 
 GREEDY = SamplingConfig(max_new_tokens=BUDGET)
 
@@ -193,13 +194,18 @@ def test_hooks_that_compute_weights(model, give_hook):
         engine_of(model, prefill_capture=True).generate(prompts(8), GREEDY)
 
 
+def _needed(model):
+    modules = list(model.modules())
+    return needed_hooks(model, modules, tensors_of(modules))
+
+
 def test_a_partitioned_parameter_needs_hooks(model):
     """Guards against captured steps over what ZeRO-3 leaves in a parameter that is not gathered."""
     weight = model.model.norm.weight
     whole, weight.ds_id, weight.ds_shape = weight.data, 7, weight.shape
-    assert needed_hooks(model, list(model.modules())) is None
+    assert _needed(model) is None
     weight.data = whole[:0]
-    needed = needed_hooks(model, list(model.modules()))
+    needed = _needed(model)
     assert needed == "model.norm.weight is partitioned by ZeRO-3, whose hooks gather it in every forward"
 
 
@@ -214,12 +220,12 @@ def test_hooks_that_gather_weights(model):
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
-        assert needed_hooks(model, list(model.modules())) is None
+        assert _needed(model) is None
         fully_shard(model.model.layers[1], mesh=mesh)
         gathering = "hooks gather the weights of model.layers.1 in every forward"
-        assert needed_hooks(model, list(model.modules())) == gathering
+        assert _needed(model) == gathering
         with without_hooks(model, spare=lambda hook: not gathers_weights(hook)):
-            assert needed_hooks(model, list(model.modules())) is None
-        assert needed_hooks(model, list(model.modules())) == gathering
+            assert _needed(model) is None
+        assert _needed(model) == gathering
     finally:
         torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from liveroll.model.forward import autocast_dtype
 from liveroll.model.fusion import Fusion
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks
-from liveroll.model.signature import Signature
+from liveroll.model.signature import Signature, tensors_of
 
 
 class Comparison(NamedTuple):
@@ -65,15 +65,16 @@ class Dependence:
         settings["autocast"] = autocast_dtype(self._model.device)
         settings["precision of float32 products"] = torch.backends.cuda.matmul.fp32_precision
         settings["adapters"] = adapter_state(modules)
-        needed = None if self._config.capture is False else needed_hooks(self._model, modules)
+        tensors = tensors_of(modules)
+        needed = None if self._config.capture is False else needed_hooks(self._model, modules, tensors)
         settings["need of hooks"] = needed
         settings["fused projections"] = self._fusion.state
-        signature = Signature.of(modules, settings)
+        signature = Signature.of(tensors, settings)
         difference = self._difference(signature)
         refused = needed is not None and True in (self._config.capture, self._config.prefill_capture)
         if not refused and self._fusion.renew(moved=difference is not None):
             settings["fused projections"] = self._fusion.state
-            signature = Signature.of(modules, settings)
+            signature = Signature.of(tensors, settings)
             difference = difference or self._difference(signature)
         return Comparison(signature, difference, needed)
 

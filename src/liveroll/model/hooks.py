@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from liveroll.model.restore import restore_in_full
 
@@ -83,37 +83,36 @@ def _spared(hooks: Mapping[int, Any], spare: Callable[[Any], bool]) -> OrderedDi
     return OrderedDict((key, hook) for key, hook in hooks.items() if spare(hook))
 
 
-def needed_hooks(model: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+def needed_hooks(model: nn.Module, modules: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> str | None:
     """Why a model's hooks must run in every forward, so that its step cannot be captured; None where they need not.
 
     Args:
         model: the model.
         modules: all modules of it.
+        tensors: all of its parameters, and what else it has.
     """
     # Asked for before each call, so that each look at a module or parameter counts.
+    known_to_zero = [tensor for tensor in tensors if tensor is not None and "ds_id" in tensor.__dict__]
+    if any(map(_is_partitioned, known_to_zero)):
+        owner = next(name for name, parameter in model.named_parameters() if _is_partitioned(parameter))
+        return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
     for module in modules:
-        if module._parameters:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and "ds_id" in parameter.__dict__ and _is_partitioned(parameter):
-                    owner = _path(model, module, name)
-                    return f"{owner} is partitioned by ZeRO-3, whose hooks gather it in every forward"
         attributes = module.__dict__
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             if any(map(gathers_weights, hooks)):
-                return f"hooks gather the weights of {_path(model, module) or 'the model'} in every forward"
+                return f"hooks gather the weights of {_path(model, module)} in every forward"
             if any(map(computes_weights, hooks)):
-                return f"hooks compute the weights of {_path(model, module) or 'the model'} in every forward"
+                return f"hooks compute the weights of {_path(model, module)} in every forward"
         if "_hf_hook" in attributes:
-            return f"accelerate moves the weights of {_path(model, module) or 'the model'} in every forward"
+            return f"accelerate moves the weights of {_path(model, module)} in every forward"
     return None
 
 
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3, which knows a parameter, does not hold the whole of it here."""
-    return parameter.__dict__.get("ds_shape") != parameter.shape
+def _is_partitioned(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 knows a tensor and does not hold the whole of it here."""
+    return bool(tensor.__dict__.get("ds_shape", tensor.shape) != tensor.shape)
 
 
-def _path(model: nn.Module, wanted: nn.Module, *name: str) -> str:
-    path = next(path for path, module in model.named_modules() if module is wanted)
-    return ".".join((path, *name) if path else name)
+def _path(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted) or "the model"

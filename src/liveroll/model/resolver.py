@@ -48,15 +48,20 @@ class SettingsResolver:
         if has_own_preparer(self._model) or inherited != self._inherited:
             self._known.clear()
             self._inherited = inherited
-        seedless = {entry: replace(entry, seed=None) for entry in dict.fromkeys(sampling)}
-        for distinct in dict.fromkeys(seedless.values()):
-            key = (distinct, prompts.width, pad)
-            if key not in self._known:
-                self._known[key] = self._resolve(distinct, prompts, pad)
-        seeded = {
-            entry: replace(self._known[plain, prompts.width, pad], seed=entry.seed) for entry, plain in seedless.items()
-        }
-        return tuple(seeded[entry] for entry in sampling)
+        settled: dict[int, ResolvedSampling] = {}
+        for entry in sampling:
+            # One object is often the settings of all prompts, and hashing it takes longer than all else here.
+            if id(entry) not in settled:
+                settled[id(entry)] = self._settle(entry, prompts, pad)
+        return tuple(settled[id(entry)] for entry in sampling)
+
+    def _settle(self, entry: SamplingConfig, prompts: PromptBatch, pad: int) -> ResolvedSampling:
+        seedless = entry if entry.seed is None else replace(entry, seed=None)
+        key = (seedless, prompts.width, pad)
+        resolved = self._known.get(key)
+        if resolved is None:
+            resolved = self._known[key] = self._resolve(seedless, prompts, pad)
+        return resolved if entry.seed is None else replace(resolved, seed=entry.seed)
 
     def _resolve(self, sampling: SamplingConfig, prompts: PromptBatch, pad: int) -> ResolvedSampling:
         return resolve_sampling(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_ASPECTS = ("address", "shape", "strides", "dtype", "device")
+_ASPECTS: dict[str, Callable[[Tensor], Any]] = {
+    "address": Tensor.data_ptr,
+    "shape": Tensor.size,
+    "strides": Tensor.stride,
+    "dtype": attrgetter("dtype"),
+    "device": attrgetter("device"),
+}
 
 
 @dataclass(frozen=True)
@@ -17,42 +24,55 @@ class Signature:
     """Facts that a captured step has baked in.
 
     Attributes:
-        tensors: address, shape, strides, dtype and device of every parameter and buffer, in the order of a walk.
+        tensors: address, shape, strides, dtype and device, each of every parameter and buffer that is not None.
+        absent: places of those that are None.
         settings: everything else, by name.
     """
 
-    tensors: tuple[tuple[Any, ...] | None, ...]
+    tensors: tuple[tuple[Any, ...], ...]
+    absent: tuple[int, ...]
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], settings: Mapping[str, Any]) -> Signature:
+    def of(cls, tensors: Sequence[Tensor | None], settings: Mapping[str, Any]) -> Signature:
         """The signature of a model as it is now.
 
-        Called once a rollout, for models of a thousand modules and tensors in under a millisecond.
+        Called once a rollout, for models of a thousand tensors in under a millisecond.
 
         Args:
-            modules: all modules of the model, as `walk` lists them.
+            tensors: the model's, as `tensors_of` lists them.
             settings: everything but tensors that a captured step depends on.
         """
-        return cls(tuple(_facts(modules)), settings)
+        absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        present = [tensor for tensor in tensors if tensor is not None]
+        if any(issubclass(kind, DTensor) for kind in set(map(type, present))):
+            present = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in present]
+        return cls(tuple(tuple(map(look, present)) for look in _ASPECTS.values()), absent, settings)
 
     def difference(self, new: Signature, model: nn.Module) -> str | None:
         """What changed from this signature to a new one of the same model, in words; None where nothing did."""
         for name, value in new.settings.items():
             if self.settings.get(name) != value:
                 return f"{name} changed from {self.settings.get(name)} to {value}"
-        if self.tensors == new.tensors:
+        if self.tensors == new.tensors and self.absent == new.absent:
             return None
+        if self.count != new.count:
+            return f"the model has {new.count} parameters and buffers and had {self.count}"
         names = list(_names(model))
-        if len(self.tensors) != len(new.tensors):
-            return f"the model has {len(new.tensors)} parameters and buffers and had {len(self.tensors)}"
-        for name, old, now in zip(names, self.tensors, new.tensors, strict=True):
-            if old != now:
-                if old is None or now is None:
-                    return f"{name} was {'set' if old is None else 'removed'}"
-                index = next(i for i, (a, b) in enumerate(zip(old, now, strict=True)) if a != b)
-                return f"{name} changed its {_ASPECTS[index]} from {old[index]} to {now[index]}"
+        if came_or_went := {*self.absent} ^ {*new.absent}:
+            place = min(came_or_went)
+            return f"{names[place]} was {'set' if place in self.absent else 'removed'}"
+        present = [name for place, name in enumerate(names) if place not in self.absent]
+        for aspect, before, after in zip(_ASPECTS, self.tensors, new.tensors, strict=True):
+            for name, old, now in zip(present, before, after, strict=True):
+                if old != now:
+                    return f"{name} changed its {aspect} from {old} to {now}"
         return None
+
+    @property
+    def count(self) -> int:
+        """Parameters and buffers."""
+        return len(self.tensors[0]) + len(self.absent)
 
 
 def walk(model: nn.Module) -> list[nn.Module]:
@@ -74,16 +94,15 @@ def walk(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def _facts(modules: Sequence[nn.Module]) -> list[tuple[Any, ...] | None]:
+def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor | None]:
+    """The parameters and then the buffers of each module; None where one is not there."""
     tensors: list[Tensor | None] = []
     for module in modules:
         if module._parameters:
-            tensors.extend(module._parameters.values())
+            tensors += module._parameters.values()
         if module._buffers:
-            tensors.extend(module._buffers.values())
-    if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            tensors += module._buffers.values()
+    return tensors
 
 
 def _names(model: nn.Module) -> Iterator[str]:

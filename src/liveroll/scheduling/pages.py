@@ -85,6 +85,8 @@ class PageAllocator:
             assert taken or page in free, f"page {page} is lost"
 
     def _refuse_strays(self, pages: Sequence[int], what: str) -> None:
-        stray = [page for page in pages if not (SCRATCH_PAGE < page < self.pages and self._holders[page])]
-        if stray or len(set(pages)) != len(pages):
-            raise ValueError(f"pages {stray or list(pages)} were {what} without being taken")
+        if not pages:
+            return
+        exist = min(pages) > SCRATCH_PAGE and max(pages) < self.pages
+        if not exist or not all(map(self._holders.__getitem__, pages)) or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {list(pages)} were {what} without being taken")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -106,9 +105,9 @@ class Request:
         """Most positions whose keys and values it can come to need: the last token is never fed back."""
         return len(self.prompt) + self.most_tokens - 1
 
-    @cached_property
+    @property
     def _forced(self) -> int:
-        return len(self.given_mask) - int(np.count_nonzero(self.given_mask))
+        return len(self.given_mask) and len(self.given_mask) - int(np.count_nonzero(self.given_mask))
 
 
 def logits_complaint(request: Request) -> str:

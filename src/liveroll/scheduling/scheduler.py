@@ -81,7 +81,7 @@ class Scheduler:
         self.preemptions = 0
         self.sampled = 0
         """Tokens taken in so far."""
-        widest = max((self._pages_for(r.longest) for r in requests), default=1)
+        widest = self._pages_for(max((r.longest for r in requests), default=1))
         self.block_table = np.full((slots, widest), SCRATCH_PAGE, np.int32)
         """Pages of each slot in order of position, `[slots, pages of the longest row]`."""
         self.table_version = 0
@@ -191,33 +191,38 @@ class Scheduler:
         admitted: list[tuple[Request, Grant]] = []
         # A page is kept back for every row that grows: one admitted onto their next pages would soon be preempted.
         growing = int((self._active & (self._covered < self._longest)).sum())
-        while self._waiting and self._free_slots and (refills or self._sharing.is_ready(self._waiting[0])):
+        while self._waiting and len(admitted) < len(self._free_slots):
             request = self._waiting[0]
+            if not refills and not self._sharing.is_ready(request):
+                break
             grant = self._sharing.admit(request, growing, self._waiting)
             if grant is None:
                 break
             self._waiting.popleft()
-            self._start(request)
-            growing += int(self._covered[request.slot] < self._longest[request.slot])
+            growing += len(request.pages) * self._page_size < request.longest
             admitted.append((request, grant))
-        return self._sharing.make_step(admitted, self._tenancy) if admitted else None
+        if not admitted:
+            return None
+        self._start([request for request, _ in admitted])
+        return self._sharing.make_step(admitted, self._tenancy)
 
-    def _start(self, request: Request) -> None:
-        """Give an admitted request a slot."""
-        slot = request.slot = self._free_slots.pop()
-        pages = len(request.pages)
-        self.block_table[slot] = SCRATCH_PAGE
-        self.block_table[slot, :pages] = request.pages
+    def _start(self, requests: Sequence[Request]) -> None:
+        """Give admitted requests slots."""
+        slots = [self._free_slots.pop() for _ in requests]
+        self.block_table[slots] = SCRATCH_PAGE
+        for slot, request in zip(slots, requests, strict=True):
+            request.slot = slot
+            self.block_table[slot, : len(request.pages)] = request.pages
+            self._transcript.start(slot, request.tokens, request.logprobs, request.details)
+            self._running[slot] = request
         self.table_version += 1
-        self._covered[slot] = pages * self._page_size
+        self._covered[slots] = [len(request.pages) * self._page_size for request in requests]
         # The prefill itself samples a token, which the step after it feeds.
-        self._position[slot] = request.length
-        self._left[slot] = request.left - 1
-        self._longest[slot] = request.longest
-        self._has_stop_strings[slot] = bool(request.sampling.stop)
-        self._transcript.start(slot, request.tokens, request.logprobs, request.details)
-        self._running[slot] = request
-        self._active[slot] = True
+        self._position[slots] = [request.length for request in requests]
+        self._left[slots] = [request.left - 1 for request in requests]
+        self._longest[slots] = [request.longest for request in requests]
+        self._has_stop_strings[slots] = [bool(request.sampling.stop) for request in requests]
+        self._active[slots] = True
 
     def _cover_next_positions(self) -> bool:
         """Give every row that goes on the page of its next position, oldest row first; False to wait for results."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ class _Kept:
     logits: bool = False
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(NamedTuple):
     """How an admitted request comes to its context.
 
     Attributes:
@@ -62,12 +62,10 @@ class SharedPrompts:
     def __init__(self, requests: Sequence[Request], allocator: PageAllocator, page_size: int) -> None:
         self._allocator = allocator
         self._page_size = page_size
-        self._waiting: Counter[int] = Counter()
-        self._waiting_for_logits: Counter[int] = Counter()
+        self._waiting = Counter(request.group for request in requests)
+        self._waiting_for_logits = Counter(request.group for request in requests if not len(request.tokens))
         self._kept: dict[int, _Kept] = {}
         self.shared_tokens = 0
-        for request in requests:
-            self.enqueue(request)
 
     def is_ready(self, request: Request) -> bool:
         """Whether a request can be admitted without a forward."""
@@ -103,15 +101,16 @@ class SharedPrompts:
             queue: all requests that wait, the next one first.
         """
         runs = not self.is_ready(request)
-        kept = self._kept.get(request.group, _Kept())
-        borrowed, copied = list(kept.pages), None
-        if not runs and kept.last is not None:
+        kept = self._kept.get(request.group)
+        borrowed, copied = [] if kept is None else list(kept.pages), None
+        if kept is not None and not runs and kept.last is not None:
             if self._allocator.holders(kept.last) == 1:
                 borrowed.append(kept.last)
             else:
                 copied = kept.last
         # What is shared cannot be given up to make room for the rest.
-        self._allocator.share(borrowed)
+        if borrowed:
+            self._allocator.share(borrowed)
         needed = self._pages_for(request.length) - len(borrowed)
         lacking = needed + kept_back - self._allocator.available
         if lacking > 0 and lacking > self._unused():
@@ -120,11 +119,11 @@ class SharedPrompts:
         self.make_room(needed, queue)
         request.pages = borrowed + self._allocator.allocate(needed)
         request.borrowed = len(borrowed)
-        if runs:
-            self._keep(request)
-        else:
-            self.shared_tokens += len(request.prompt)
         self.dequeue(request)
+        if not runs:
+            self.shared_tokens += len(request.prompt)
+        elif self._waiting[request.group]:
+            self._keep(request)
         return Grant(runs, copied)
 
     def make_step(self, admitted: Sequence[tuple[Request, Grant]], tenancy: np.ndarray) -> PrefillStep:
@@ -167,13 +166,13 @@ class SharedPrompts:
         assert set(self._kept) <= set(+self._waiting), "a prompt is kept for nobody"
 
     def _keep(self, request: Request) -> None:
-        """Keep what a request, about to be run, has in common with those behind it."""
+        """Keep what a request, about to be run, has in common with those that wait for the same prompt."""
         kept = self._kept.get(request.group, _Kept())
         full, rest = divmod(len(request.prompt), self._page_size)
         if not kept.pages:
             kept.pages = request.pages[:full]
             self._allocator.share(kept.pages)
-        if not len(request.tokens):
+        if not len(request.tokens) and self._waiting_for_logits[request.group]:
             kept.logits = True
             if rest:
                 kept.last = request.pages[full]
