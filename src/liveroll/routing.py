@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from liveroll.planning.routes import (
     Room,
     RoutePlan,
     is_ordinary_cheapest,
+    is_ordinary_outdone,
     obstacle_to_ordinary,
     plan_routes,
 )
@@ -92,9 +94,11 @@ class Router:
         room = self._room(geometry)
         if obstacle_to_ordinary(lengths, budgets, len(lengths), room, self.costs.max_tokens) is not None:
             return False
+        known: dict[str, Any] = {"allowed": self._config.auto_routes, "costs": self.costs, "geometry": geometry}
+        if is_ordinary_outdone(len(lengths), max(lengths), max(budgets), **known):
+            return False
         lengths, budgets, runs = self._admitted_first(call)
-        allowed = self._config.auto_routes
-        return is_ordinary_cheapest(lengths, budgets, runs=runs, allowed=allowed, costs=self.costs, geometry=geometry)
+        return is_ordinary_cheapest(lengths, budgets, runs=runs, **known)
 
     def _admitted_first(self, call: Call) -> tuple[list[int], list[int], list[int]]:
         """Lengths and budgets of the rows that are admitted first, and which of them run their prompts."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from liveroll import CostModel, ModelGeometry
 from liveroll.planning.prefill import Forward, PrefillPlanner, plan_forwards, price_forwards
-from liveroll.planning.routes import PAGED_ROUTES, ROUTES, Room, is_ordinary_cheapest, plan_routes
+from liveroll.planning.routes import PAGED_ROUTES, ROUTES, Room, is_ordinary_cheapest, is_ordinary_outdone, plan_routes
 
 # Qwen2.5-3B in fp32.
 GEOMETRY = ModelGeometry(layers=36, query_heads=16, kv_heads=2, head_dim=128, element_bytes=4)
@@ -260,3 +260,14 @@ def test_whether_ordinary_is_the_cheapest(rows, costs, others, runs):
     plan = compare(lengths, budgets=budgets, costs=costs, **question)
     found = is_ordinary_cheapest(lengths, budgets, costs=costs, geometry=GEOMETRY, **question)
     assert found == (plan.route == "ordinary")
+    known = {"allowed": allowed, "costs": costs, "geometry": GEOMETRY}
+    assert not (found and is_ordinary_outdone(len(rows), max(lengths), max(budgets), **known))
+
+
+def test_a_call_is_decided_by_its_longest_row():
+    """Guards against a bound that never decides, so that every call is looked at row by row."""
+    known = {"allowed": ROUTES, "costs": CostModel(decode_step_ms=25.0, ordinary_step_ms=30.0), "geometry": GEOMETRY}
+    assert is_ordinary_outdone(32, 512, 16, **known)
+    cheap = CostModel(decode_step_ms=25.0, ordinary_step_ms=20.0)
+    assert not is_ordinary_outdone(32, 16, 128, **(known | {"costs": cheap}))
+    assert not is_ordinary_outdone(32, 512, 16, **(known | {"allowed": ("per_prompt", "ordinary")}))

@@ -8,7 +8,7 @@ from typing import get_args
 
 from liveroll.config import PrefillRoute, Route
 from liveroll.planning.costs import CostModel
-from liveroll.planning.estimates import PrefillTerms, decode_ms
+from liveroll.planning.estimates import PrefillTerms, decode_ms, prefill_terms
 from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.prefill import Forward, is_cheaper, plan_forwards, price_forwards
 
@@ -175,6 +175,31 @@ def plan_routes(
         costs=costs,
         geometry=geometry,
     )
+
+
+def is_ordinary_outdone(
+    rows: int, width: int, budget: int, *, allowed: Sequence[Route], costs: CostModel, geometry: ModelGeometry
+) -> bool:
+    """Whether another route costs no more than the ordinary one even if all rows were like the longest.
+
+    Most calls are decided by this, without a look at single rows.
+
+    Args:
+        rows: of the call. Padded, they are within the limit of a forward.
+        width: prompt tokens of the longest row.
+        budget: the most tokens that a row may generate.
+        allowed: the routes that `auto` may take.
+        costs: the coefficients.
+        geometry: the model's.
+    """
+
+    def total_ms(route: Route) -> float:
+        terms = prefill_terms(route, 1, rows * width, rows * width * width, costs, geometry)
+        return terms.total_ms + decode_ms(route, [width] * rows, [budget] * rows, costs, geometry)
+
+    in_one_forward: list[Route] = [route for route in ("packed", "bucketed", "equal_width") if route in allowed]
+    least = total_ms("ordinary")
+    return not all(is_cheaper(least, total_ms(route)) for route in in_one_forward)
 
 
 def is_ordinary_cheapest(
