@@ -161,10 +161,15 @@ def origin() -> dict[str, str]:
     }
 
 
-def report(name: str, result: dict[str, Any], folder: Path | None = None) -> None:
-    """Keep a result as JSON and print it as the last line."""
+def keep(name: str, result: dict[str, Any], folder: Path | None = None) -> str:
+    """Keep a result as JSON, with its origin; the JSON in one line."""
     result = {"benchmark": name, **result, "origin": origin()}
     target = (folder or RESULTS) / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    return json.dumps(result)
+
+
+def report(name: str, result: dict[str, Any], folder: Path | None = None) -> None:
+    """Keep a result as JSON and print it as the last line."""
+    print(keep(name, result, folder))

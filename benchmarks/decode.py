@@ -9,7 +9,8 @@ Cases of 32 prompts: A 16 tokens each, B one of 512 and 31 of 16, both with 128 
 4,096 and 8 at 32,768 tokens.
 
 Contenders take turns, case by case. A peer whose first call of a case takes over --patience seconds is called once more
-there; not at all where it takes over ten times that and sets nothing up, so that the next would be like the first.
+there; not at all where it takes over ten times that and sets nothing up, so that the next would be like the first, nor
+where it takes over fifty times that. What there is is kept after each call.
 The floor reads every weight once a step and the keys and values of the running rows, those of a prompt once for all of
 its samples, at the card's copy rate.
 """
@@ -19,19 +20,22 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
-from common import COPY_BYTES_PER_SECOND, GEOMETRIES, build, median, need_gpu, prompts_of, report
+from common import COPY_BYTES_PER_SECOND, GEOMETRIES, build, keep, median, need_gpu, prompts_of, report
 from contenders import PEERS, SETTING_UP, VARIANTS, Case, Ours, Run, clear, find_deepspeed
 from rich.console import Console
 from rich.table import Table
 
 matplotlib.use("agg")
 from matplotlib import pyplot
+
+HOST_PARTS = ("intake", "planning", "scheduling", "cache", "capture", "postprocessing")
+"""Of a call's profile; what of them falls between decode steps, the device does not wait for."""
 
 
 def make_cases(vocab: int) -> dict[str, Case]:
@@ -83,13 +87,17 @@ def is_called_again(name: str, first_ms: float, repeats: int, patience: float) -
     """Whether a contender has another call of a case, after its first and some repeats."""
     if name not in PEERS or first_ms <= patience * 1e3:
         return True
-    return not repeats and (name in SETTING_UP or first_ms <= 10 * patience * 1e3)
+    return not repeats and first_ms <= (50 if name in SETTING_UP else 10) * patience * 1e3
 
 
-def measure(model: Any, case: Case, runs: dict[str, Run], repeats: int, patience: float) -> dict[str, Any]:
-    """Times of a case by every contender, in turns."""
+def measure(
+    model: Any, case: Case, runs: dict[str, Run], repeats: int, patience: float, found: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Times of a case by every contender, in turns; `found` is told after each call what there is."""
     rows: dict[str, Any] = {}
     times: dict[str, list[float]] = {}
+    floor = floor_ms(model, case)
+    result = {"floor ms": round(floor, 2), "least steps": case.steps, "contenders": rows}
     for name, run in runs.items():
         torch.cuda.reset_peak_memory_stats()
         try:
@@ -98,8 +106,10 @@ def measure(model: Any, case: Case, runs: dict[str, Run], repeats: int, patience
             rows[name] = failed(case, name, error)
             continue
         rows[name] = {"first ms": round(first, 1), "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+        rows[name] |= summary(case, [first], floor)
         times[name] = []
         print(f"{case.name}: {name}: first {first:.1f} ms", flush=True)
+        found(result)
     for _ in range(repeats):
         for name in list(times):
             if not is_called_again(name, rows[name]["first ms"], len(times[name]), patience):
@@ -114,23 +124,23 @@ def measure(model: Any, case: Case, runs: dict[str, Run], repeats: int, patience
             print(f"{case.name}: {name}: {spent:.1f} ms", flush=True)
             profile = getattr(getattr(batch, "stats", None), "profile", None)
             if profile is not None and profile.decode_forwards:
-                rows[name]["ms a step"] = round(profile.decode_device_ms / profile.decode_forwards, 3)
+                step = profile.decode_device_ms / profile.decode_forwards
+                rows[name]["ms a step"] = round(step, 3)
                 rows[name]["prefill ms"] = round(profile.prefill_device_ms, 2)
                 rows[name]["decode steps"] = profile.decode_forwards
-    floor = floor_ms(model, case)
-    for name, found in times.items():
-        best = median(found) if found else rows[name]["first ms"]
-        rows[name] |= {
-            "ms": best,
-            "all ms": [round(spent, 1) for spent in found],
-            "tokens/s": round(case.new_tokens / best * 1e3),
-            "share of the floor": round(floor / best, 3),
-        }
-        if "ms a step" in rows[name]:
-            rows[name]["step, share of the floor"] = round(
-                floor / case.steps / rows[name]["ms a step"] * (case.steps / rows[name]["decode steps"]), 3
-            )
-    return {"floor ms": round(floor, 2), "least steps": case.steps, "contenders": rows}
+                rows[name]["step, share of the floor"] = round(floor / (step * profile.decode_forwards), 3)
+                on_device = profile.prefill_device_ms + profile.decode_device_ms
+                rows[name]["outside prefill and steps, ms"] = round(profile.wall_ms - on_device, 2)
+                rows[name]["of the host, ms"] = {part: round(getattr(profile, f"{part}_ms"), 2) for part in HOST_PARTS}
+            rows[name] |= summary(case, times[name], floor) | {"all ms": [round(spent, 1) for spent in times[name]]}
+            found(result)
+    return result
+
+
+def summary(case: Case, times: Sequence[float], floor: float) -> dict[str, float]:
+    """What calls that took so many milliseconds come to."""
+    ms = median(list(times))
+    return {"ms": ms, "tokens/s": round(case.new_tokens / ms * 1e3), "share of the floor": round(floor / ms, 3)}
 
 
 def curve(model: Any, run: Run, vocab: int, out: Path) -> list[dict[str, float]]:
@@ -209,13 +219,17 @@ def main() -> None:
     chosen = [cases[name] for name in arguments.cases]
     ours = {name: Ours(model, name) for name in wanted if name in VARIANTS}
     runs: dict[str, Run] = {**ours, **{name: PEERS[name](model) for name in wanted if name in PEERS}}
-    results = {}
-    for case in chosen:
-        results[case.name] = measure(model, case, runs, arguments.repeats, arguments.patience)
-        show({case.name: results[case.name]})
-        clear()
-    found: dict[str, Any] = {"model": arguments.model, "cases": results}
     name = arguments.name or f"decode-{arguments.model}"
+    results: dict[str, Any] = {}
+    found: dict[str, Any] = {"model": arguments.model, "cases": results}
+    for case in chosen:
+
+        def keep_case(result: dict[str, Any], case: Case = case) -> None:
+            results[case.name] = result
+            keep(name, found, arguments.out)
+
+        show({case.name: measure(model, case, runs, arguments.repeats, arguments.patience, keep_case)})
+        clear()
     if arguments.curve:
         picture = (arguments.out or Path(__file__).parent / "results") / f"{name}-curve.png"
         last = next(reversed(ours.values()))

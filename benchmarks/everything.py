@@ -2,8 +2,10 @@
 
     python benchmarks/everything.py [JOB ...] [--out FOLDER] [--seconds S] [--deepspeed FOLDER] [--list]
 
-Without names all jobs run, longest first, one at a time on each GPU. Those that are about several GPUs, or about what
-the host does, come last and alone, and have all GPUs. What a job prints is kept in FOLDER, and so are results.
+Without names all jobs run. Those in which nothing is timed come first, some of them together on each GPU: tests, which
+mostly compile kernels, and first calls that leave compiled models in the cache for the others. Then come the others,
+longest first, one at a time on each GPU; those that are about several GPUs, or about what the host does, come last and
+alone, and have all GPUs. What a job prints is kept in FOLDER, and so are results.
 `--seconds` bounds the whole: a job that would not end in time, by what is expected on an H200, is left out. One that
 takes three times that is ended.
 """
@@ -30,6 +32,8 @@ from rich.console import Console
 ROOT = Path(__file__).parents[1]
 SLOWER = 3
 """Times what a job is expected to take that it is given."""
+TOGETHER = 3
+"""Jobs in which nothing is timed that share a GPU."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,27 @@ class Job:
         seconds: what it is expected to take on an H200, about.
         arguments: of Python, in the root of the repository.
         alone: nothing runs beside it, as it is about all GPUs together or about what the host does.
+        timed: its results are times, or it looks at what memory is free: nothing else uses its GPU.
     """
 
     seconds: int
     arguments: tuple[str, ...]
     alone: bool = False
+    timed: bool = True
 
 
 def _benchmark(seconds: int, text: str, alone: bool = False) -> Job:
     return Job(seconds, tuple(f"benchmarks/{text}".split()), alone)
 
 
-def _tests(seconds: int, *paths: str, workers: int = 1, alone: bool = False) -> Job:
+def _first_calls(seconds: int, text: str) -> Job:
+    return Job(seconds, tuple(f"benchmarks/decode.py --repeats 0 --contenders fused {text}".split()), timed=False)
+
+
+def _tests(seconds: int, *paths: str, workers: int = 1, alone: bool = False, timed: bool = False) -> Job:
     """Tests, where `workers` processes share the GPU: most of their time goes into compiling kernels."""
     shared = ("-p", "no:benchmark", "-n", str(workers)) if workers > 1 else ()
-    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), alone)
+    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), alone, timed)
 
 
 JOBS = {
@@ -77,18 +87,21 @@ JOBS = {
     "routes-captured": _benchmark(120, "routes.py --model 3B --modes captured --seconds 130"),
     "routes-eager": _benchmark(330, "routes.py --model 3B --modes eager --case-seconds 6 --seconds 270", alone=True),
     "routes-tiny": _benchmark(50, "routes.py --model tiny --modes captured --seconds 60", alone=True),
+    "compile-3B": _first_calls(150, "--cases A,F,G"),
+    "compile-8B": _first_calls(100, "--model 8B --cases A"),
+    "compile-32B": _first_calls(160, "--model 32B --cases A"),
     "attention": _benchmark(40, "attention.py"),
     "groups": _benchmark(200, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
     "tests-kernels": _tests(75, "kernels", workers=8),
-    "tests-lifecycle": _tests(90, "gpu/test_lifecycle.py", "gpu/test_gpu_workspace.py"),
+    "tests-lifecycle": _tests(105, "gpu/test_lifecycle.py", "gpu/test_gpu_workspace.py", timed=True),
     "tests-parity": _tests(85, "gpu/test_parity.py", workers=6),
     "tests-sampling": _tests(40, "gpu/test_gpu_sampling.py", "gpu/test_gpu_groups.py", workers=6),
     "tests-compile": _tests(55, "gpu/test_gpu_compile.py", "gpu/test_gpu_prefill.py", workers=6),
     "tests-costs": _tests(
         35, "gpu/test_gpu_costs.py", "gpu/test_gpu_planning.py", "gpu/test_gpu_profile.py", "gpu/test_gpu_experts.py"
     ),
-    "tests-trainers": _tests(25, "gpu/test_gpu_trainers.py"),
+    "tests-trainers": _tests(25, "gpu/test_gpu_trainers.py", timed=True),
     "tests-ranks": _tests(65, "gpu/test_gpu_ranks.py", "gpu/test_gpu_devices.py", alone=True),
     "ranks": _benchmark(200, "ranks.py --rounds 6 --limit 75", alone=True),
     "ranks-8B": _benchmark(45, "ranks.py --model 8B --parts tp", alone=True),
@@ -107,12 +120,13 @@ class Runner:
 
     def __init__(self, out: Path, deepspeed: Path | None, seconds: float) -> None:
         self._out, self._deepspeed = out, deepspeed
+        self._scratch = out / "not-timed"
         self._ends = time.monotonic() + seconds
         self._console = Console(width=150)
         self.done: dict[str, dict[str, Any]] = {}
 
     def run(self, names: list[str], gpus: list[str]) -> None:
-        """Run jobs, each on one of `gpus`, which are values of CUDA_VISIBLE_DEVICES."""
+        """Run jobs, each on one of `gpus`, which are values of CUDA_VISIBLE_DEVICES; one at a time for each entry."""
         free: SimpleQueue[str] = SimpleQueue()
         for gpu in gpus:
             free.put(gpu)
@@ -157,7 +171,8 @@ class Runner:
 
     def _command(self, job: Job) -> list[str]:
         script = job.arguments[0]
-        out = ["--out", str(self._out)] if script.endswith(".py") else []
+        # What is not timed is no result.
+        out = ["--out", str(self._out if job.timed else self._scratch)] if script.endswith(".py") else []
         peers = ["--deepspeed", str(self._deepspeed)] if self._deepspeed and script.endswith("decode.py") else []
         return [sys.executable, *job.arguments, *out, *peers]
 
@@ -183,7 +198,8 @@ def main() -> int:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(out, arguments.deepspeed and arguments.deepspeed.resolve(), arguments.seconds)
-    runner.run([name for name in names if not JOBS[name].alone], gpus)
+    runner.run([name for name in names if not (JOBS[name].timed or JOBS[name].alone)], gpus * TOGETHER)
+    runner.run([name for name in names if JOBS[name].timed and not JOBS[name].alone], gpus)
     runner.run([name for name in names if JOBS[name].alone], [",".join(gpus)])
     report("everything", {"gpus": len(gpus), "jobs": runner.done}, out)
     return int(any(done["status"].startswith(("failed", "took")) for done in runner.done.values()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -45,9 +46,30 @@ def test_slow_peers_are_called_again_after_their_set_up_alone(decode):
         ("model.generate", 4_000, 1),
         ("model.generate", 60_000, 0),
         ("DeepSpeed, graph", 60_000, 1),
+        ("generate_batch, kept", 108_000, 0),
     ]:
         again = [decode.is_called_again(name, first_ms, repeats, 2.0) for repeats in range(9)]
         assert again == [True] * calls + [False] * (9 - calls)
+
+
+def test_what_was_measured_is_kept_when_a_contender_does_not_end(decode, monkeypatch):
+    """Guards against an hour's times lost with the last call, which somebody ended."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kept = []
+
+    def endless(case):
+        if kept and "all ms" in kept[-1]["contenders"]["fused"]:
+            raise KeyboardInterrupt
+
+    case = decode.Case("A", [[1, 2]], [4])
+    with pytest.raises(KeyboardInterrupt):
+        decode.measure(
+            zoo.build("llama"), case, {"fused": lambda case: None, "DeepSpeed": endless}, 3, 2.0, kept.append
+        )
+    assert [*kept[-1]["contenders"]] == ["fused", "DeepSpeed"]
+    assert len(kept[-1]["contenders"]["fused"]["all ms"]) == 1
+    assert "first ms" in kept[-1]["contenders"]["DeepSpeed"]
 
 
 @pytest.mark.parametrize(
