@@ -133,8 +133,8 @@ class FakeDevice:
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
         """Carry out a plan; raises AssertionError where a row would read or write what is not its own."""
-        if self._version != scheduler.table_version:
-            self._table, self._version = scheduler.block_table.copy(), scheduler.table_version
+        if self._version != scheduler.slots.table_version:
+            self._table, self._version = scheduler.slots.block_table.copy(), scheduler.slots.table_version
         if isinstance(plan, PrefillStep):
             return self._prefill(plan)
         return self._report([self._decode(int(slot), plan) for slot in plan.slots])

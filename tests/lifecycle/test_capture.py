@@ -147,6 +147,18 @@ def test_each_aspect_of_a_tensor_counts_by_itself(model, before, change, reason)
     assert_reasons(engine, reason)
 
 
+def test_a_tensor_that_moves_to_another_name(model):
+    """Guards against a signature of what tensors there are, whichever of the model's they are."""
+    model.register_buffer("first", torch.zeros(8))
+    model.register_buffer("second", None)
+    engine = engine_of(model)
+    check(engine, model, prompts(4, rows=2), budget=2)
+    model.first, model.second = None, model.first
+    check(engine, model, prompts(4, rows=2), budget=2)
+    assert engine.captures == 2
+    assert_reasons(engine, "first was removed")
+
+
 def test_longer_rows_are_given_room_once(model):
     """Guards against rows longer than the captured capacity, and against a capacity that shrinks again."""
     engine = engine_of(model)

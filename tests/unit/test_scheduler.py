@@ -114,7 +114,7 @@ class Drive:
     def plan(self) -> StepPlan | Wait | None:
         free, available = self.case.slots - len(self.running), self.available()
         before = {request.row: (request.slot, list(request.pages)) for request in self.running}
-        table, version = self.scheduler.block_table.copy(), self.scheduler.table_version
+        table, version = self.scheduler.slots.block_table.copy(), self.scheduler.slots.table_version
         preempted = self.scheduler.preemptions
         refills = not self.running or free >= min(len(self.queue), REFILL_SHARE * self.case.slots)
         fits = bool(self.queue) and free > 0 and self.fits(self.queue[0])
@@ -139,8 +139,8 @@ class Drive:
         assert self.scheduler.preemptions == preempted
         assert self.scheduler.waiting == len(self.queue)
         assert self.scheduler.shared_tokens == self.shared_tokens
-        if not np.array_equal(table, self.scheduler.block_table):
-            assert self.scheduler.table_version != version
+        if not np.array_equal(table, self.scheduler.slots.block_table):
+            assert self.scheduler.slots.table_version != version
         for request in self.queue:
             assert (request.slot, request.pages, request.borrowed) == (None, [], 0)
         return plan
@@ -226,7 +226,7 @@ class Drive:
             cluster = [rows[member] for member in members if member >= 0]
             assert 2 <= len(set(map(id, cluster))) == len(cluster) <= self.case.cluster_rows
             assert {tokens} == {len(r.prompt) // self.case.page_size * self.case.page_size for r in cluster}
-            pages = self.scheduler.block_table[[r.slot for r in cluster], : tokens // self.case.page_size]
+            pages = self.scheduler.slots.block_table[[r.slot for r in cluster], : tokens // self.case.page_size]
             assert (pages == pages[0]).all(), "a cluster holds other pages than it shares"
             alone -= Counter(map(key_of, cluster))
         assert not alone or max(alone.values()) == 1, "rows that share pages are not in a cluster"
@@ -234,7 +234,7 @@ class Drive:
     def check_pages(self, request: Request, tokens: int) -> None:
         """The request has pages for so many tokens, and nothing else stands in its row of the block table."""
         assert len(request.pages) == self.pages_for(tokens)
-        row = self.scheduler.block_table[request.slot].tolist()
+        row = self.scheduler.slots.block_table[request.slot].tolist()
         assert row == request.pages + [SCRATCH_PAGE] * (len(row) - len(request.pages))
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -406,7 +406,7 @@ def test_no_requests():
 
 
 def damage_table(scheduler, rows):
-    scheduler.block_table[rows[0].slot, 0] = 7
+    scheduler.slots.block_table[rows[0].slot, 0] = 7
 
 
 def damage_pages(scheduler, rows):
@@ -414,11 +414,11 @@ def damage_pages(scheduler, rows):
 
 
 def damage_coverage(scheduler, rows):
-    scheduler._covered[rows[0].slot] -= 1
+    scheduler.slots._covered[rows[0].slot] -= 1
 
 
 def damage_slots(scheduler, rows):
-    scheduler._free_slots.append(rows[0].slot)
+    scheduler.slots._free.append(rows[0].slot)
 
 
 def lose_a_page(scheduler, rows):

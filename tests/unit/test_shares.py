@@ -110,7 +110,7 @@ def test_a_scheduler_runs_what_its_source_gives(sizes, slots, spare, ahead, stop
     asked = []
 
     def source() -> list[Request]:
-        asked.append((slots - len(scheduler._running), len(scheduler._running)))
+        asked.append((slots - len(scheduler.slots.running), len(scheduler.slots.running)))
         return parts.pop(0) if parts else []
 
     longest = max(-(-request.longest // 4) for request in requests)

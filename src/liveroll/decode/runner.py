@@ -150,9 +150,10 @@ class StepRunner:
 
     def _run_decode(self, plan: DecodeStep) -> Tensor:
         self._timeline.enter("cache")
-        if self._table_version != self._scheduler.table_version:
-            self._decoder.state.load_table(self._scheduler.block_table)
-            self._table_version = self._scheduler.table_version
+        slots = self._scheduler.slots
+        if self._table_version != slots.table_version:
+            self._decoder.state.load_table(slots.block_table)
+            self._table_version = slots.table_version
         self._timeline.enter("capture")
         cascade = plan.clusters is not None
         self._decoder.steps.capture_for(len(plan.slots), self._variant, self._wanted, cascade=cascade)
