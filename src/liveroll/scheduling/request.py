@@ -13,8 +13,9 @@ from liveroll.types import ResolvedSampling
 
 @dataclass(eq=False)
 class Request:
-    """What is asked for, and how far it has come: that is written by `make_call`, then by the scheduler
-    and its slots alone.
+    """What is asked for, and how far it has come.
+
+    That is written by `make_call`, then by the scheduler and its slots alone.
 
     Attributes:
         row: position in the result.
