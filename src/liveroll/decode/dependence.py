@@ -15,7 +15,7 @@ from liveroll.model.forward import autocast_dtype
 from liveroll.model.fusion import Fusion
 from liveroll.model.geometry import ModelShape
 from liveroll.model.hooks import needed_hooks
-from liveroll.model.signature import Signature, tensors_of
+from liveroll.model.signature import Signature, names_of, tensors_of
 
 
 class Comparison(NamedTuple):
@@ -46,6 +46,7 @@ class Dependence:
         self._config = config
         self._fusion = fusion
         self._kept: Signature | None = None
+        self._names: list[str] = []
 
     def compare(
         self, shape: ModelShape, dtype: torch.dtype, modules: Sequence[nn.Module], room: dict[str, int]
@@ -80,6 +81,8 @@ class Dependence:
 
     def keep(self, signature: Signature) -> None:
         """Compare the next call with this."""
+        if self._kept is None or not self._kept.has_places_of(signature):
+            self._names = names_of(self._model)
         self._kept = signature
 
     def forget(self) -> None:
@@ -87,7 +90,9 @@ class Dependence:
         self._kept = None
 
     def _difference(self, signature: Signature) -> str | None:
-        return "the first call" if self._kept is None else self._kept.difference(signature, self._model)
+        if self._kept is None:
+            return "the first call"
+        return self._kept.difference(signature, self._names, lambda: names_of(self._model))
 
 
 def _mode(modules: Sequence[nn.Module]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -49,30 +49,36 @@ class Signature:
             present = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in present]
         return cls(tuple(tuple(map(look, present)) for look in _ASPECTS.values()), absent, settings)
 
-    def difference(self, new: Signature, model: nn.Module) -> str | None:
-        """What changed from this signature to a new one of the same model, in words; None where nothing did."""
+    def difference(self, new: Signature, names: Sequence[str], names_now: Callable[[], Sequence[str]]) -> str | None:
+        """What changed from this signature to a new one of the same model, in words; None where nothing did.
+
+        Args:
+            new: the other one.
+            names: of this one's tensors, as `names_of` gave them.
+            names_now: gives those of the new one's. They are asked for only where tensors are not as they were.
+        """
         for name, value in new.settings.items():
             if self.settings.get(name) != value:
                 return f"{name} changed from {self.settings.get(name)} to {value}"
         if self.tensors == new.tensors and self.absent == new.absent:
             return None
-        if self.count != new.count:
-            return f"the model has {new.count} parameters and buffers and had {self.count}"
-        names = list(_names(model))
-        if came_or_went := {*self.absent} ^ {*new.absent}:
-            place = min(came_or_went)
-            return f"{names[place]} was {'set' if place in self.absent else 'removed'}"
-        present = [name for place, name in enumerate(names) if place not in self.absent]
-        for aspect, before, after in zip(_ASPECTS, self.tensors, new.tensors, strict=True):
-            for name, old, now in zip(present, before, after, strict=True):
-                if old != now:
-                    return f"{name} changed its {aspect} from {old} to {now}"
+        before, after = self._by_name(names), new._by_name(names_now())
+        for name in dict.fromkeys([*before, *after]):
+            old, now = before.get(name), after.get(name)
+            if old != now:
+                if old is None or now is None:
+                    return f"{name} was {'set' if old is None else 'removed'}"
+                aspect, was, is_now = next(each for each in zip(_ASPECTS, old, now, strict=True) if each[1] != each[2])
+                return f"{name} changed its {aspect} from {was} to {is_now}"
         return None
 
-    @property
-    def count(self) -> int:
-        """Parameters and buffers."""
-        return len(self.tensors[0]) + len(self.absent)
+    def has_places_of(self, other: Signature) -> bool:
+        """Whether the tensors of another signature lie where this one's do, in the same order."""
+        return self.tensors[0] == other.tensors[0] and self.absent == other.absent
+
+    def _by_name(self, names: Sequence[str]) -> dict[str, tuple[Any, ...] | None]:
+        absent, present = {*self.absent}, zip(*self.tensors, strict=True)
+        return {name: None if place in absent else next(present) for place, name in enumerate(names)}
 
 
 def walk(model: nn.Module) -> list[nn.Module]:
@@ -105,9 +111,12 @@ def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor | None]:
     return tensors
 
 
-def _names(model: nn.Module) -> Iterator[str]:
+def names_of(model: nn.Module) -> list[str]:
+    """Names of all parameters and buffers, in the order of `tensors_of` over the modules of a walk."""
     paths = {id(module): path for path, module in model.named_modules()}
+    names = []
     for module in walk(model):
         path = paths[id(module)]
-        for name in (*module._parameters, *module._buffers):
-            yield f"{path}.{name}" if path else name
+        for name in (*module._parameters.keys(), *module._buffers.keys()):
+            names.append(f"{path}.{name}" if path else name)
+    return names
