@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Wanted:
         """Numbers of a token that are always there: all but the kept ids."""
         return self.raw + 2 * self.top + (self.kept > 0)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a step's report that hold them: the numbers, then the kept ids."""
         return self.numbers + self.kept

@@ -101,16 +101,15 @@ class SharedPrompts:
             queue: all requests that wait, the next one first.
         """
         runs = not self.is_ready(request)
-        kept = self._kept.get(request.group)
-        borrowed, copied = [] if kept is None else list(kept.pages), None
-        if kept is not None and not runs and kept.last is not None:
+        kept = self._kept.get(request.group, _Kept())
+        borrowed, copied = list(kept.pages), None
+        if not runs and kept.last is not None:
             if self._allocator.holders(kept.last) == 1:
                 borrowed.append(kept.last)
             else:
                 copied = kept.last
         # What is shared cannot be given up to make room for the rest.
-        if borrowed:
-            self._allocator.share(borrowed)
+        self._allocator.share(borrowed)
         needed = self._pages_for(request.length) - len(borrowed)
         lacking = needed + kept_back - self._allocator.available
         if lacking > 0 and lacking > self._unused():

@@ -20,7 +20,6 @@ class Transcript:
         self._tokens = np.zeros((slots, budget), np.int64)
         self._logprobs = np.zeros((slots, budget), np.float32)
         self._wanted = wanted
-        self._has_details = wanted.rows > 0
         self._numbers = np.zeros((slots, budget, wanted.numbers), np.int32)
         self._kept: list[list[np.ndarray]] = [[] for _ in range(slots)]
         self.counts = np.zeros(slots, np.int64)
@@ -58,7 +57,7 @@ class Transcript:
 
     def read_details(self, slot: int) -> Details | None:
         """Copies of the details of a slot's tokens; None where nothing is wanted."""
-        if not self._has_details:
+        if not self._wanted.rows:
             return None
         numbers = self._numbers[slot, : self.counts[slot]].copy()
         return Details(self._wanted, numbers, list(self._kept[slot]))
