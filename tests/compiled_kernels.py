@@ -61,6 +61,8 @@ def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
     def launch(*arguments: Any, **settings: Any) -> None:
         if "DEVICE" in settings:
             settings["DEVICE"] = True
+        if "EARLY" in settings:
+            settings["EARLY"] = driver.active.get_current_target().arch >= 90
         compiled = kernel.warmup(*arguments, grid=grid, **settings)
         print(kernel.fn.__name__, compiled.metadata.shared)
 

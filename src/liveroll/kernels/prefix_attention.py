@@ -2,7 +2,7 @@
 
 A program takes one cluster of rows, one KV head and one split of the keys that these rows share at a time, for the
 query heads of all the rows together (Juravsky et al. 2024, arXiv:2402.05099). `paged_attention` merges the results with
-each row's own keys.
+each row's own keys, and may start meanwhile.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from liveroll.attention.layout import SharedPrefixes
+from liveroll.kernels.early import starts_early
 from liveroll.kernels.over_pages import attend_pages, chunk_of
 
 # A split's results are as many bytes as 64 of its keys and values, and are written and read: there are no more splits
 # than give each program a part of the work.
-_LEAST_CHUNK = tl.constexpr(128)
+_LEAST_CHUNK, _CHUNK_STEP = tl.constexpr(256), tl.constexpr(128)
 _MOST_SPLITS = 32
 # Rows times splits, so that results for each of a model's heads take 4 MiB at most.
 _MOST_PARTIAL = 8192
@@ -60,7 +62,7 @@ def rows_together(group: int, dtype: torch.dtype) -> int:
 def prefix_chunk_of(count, clusters, splits, HEADS: tl.constexpr):
     """Keys in each split but the last of `count` shared ones, of which there may be `splits`."""
     wanted = tl.cdiv(_PARTS, tl.maximum(clusters * HEADS, 1))
-    return chunk_of(count, tl.minimum(wanted, splits), _LEAST_CHUNK, _LEAST_CHUNK)
+    return chunk_of(count, tl.minimum(wanted, splits), _CHUNK_STEP, _LEAST_CHUNK)
 
 
 @triton.jit
@@ -69,8 +71,10 @@ def _attend_together(
     scale, softcap, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row, splits,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES_P: tl.constexpr,
     K_DIM: tl.constexpr, K_DIM_P: tl.constexpr, V_DIM: tl.constexpr, V_DIM_P: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     there_are = tl.load(clusters)
     m, kd, vd = tl.arange(0, QUERIES_P), tl.arange(0, K_DIM_P), tl.arange(0, V_DIM_P)
     for part in range(tl.program_id(0), there_are * HEADS * splits, tl.num_programs(0)):
@@ -110,7 +114,7 @@ def attend_prefixes(
     longest: int,
     scale: float,
     softcap: float | None,
-) -> PrefixPart:
+) -> PrefixPart | None:
     """Attend from the rows of each cluster to the keys that they share.
 
     Args:
@@ -122,10 +126,15 @@ def attend_prefixes(
         longest: an upper bound of the keys; only the number of splits depends on it.
         scale: factor of the scores.
         softcap: bound of the scores, or None.
+
+    Returns:
+        None if there is no room for a cluster.
     """
     rows, query_heads, key_dim = query.shape
     page_size, heads, value_dim = values.shape[1:]
     clusters, together = prefixes.members.shape
+    if not clusters:
+        return None
     splits = max(min(-(-longest // _LEAST_CHUNK.value), _MOST_SPLITS, _MOST_PARTIAL // rows), 1)
     partial = torch.empty(rows, query_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
@@ -138,15 +147,14 @@ def attend_prefixes(
         block, warps, stages = 64, 4, 3
     else:
         block, warps, stages = (32, 8, 2) if key_dim_p + value_dim_p <= 512 else (16, 8, 1)
-    if clusters:
-        _attend_together[(min(clusters * heads * splits, _PROGRAMS),)](
-            query, keys, values, table, prefixes.count, prefixes.members, prefixes.tokens, partial, weight,
-            scale, softcap or 0.0, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            table.stride(0), splits, SOFTCAP=softcap is not None,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
-            K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
-            HEADS=heads, PAGE=page_size, BLOCK=block,
-            num_warps=warps, num_stages=stages, enable_fp_fusion=True,
-        )  # fmt: skip
+    _attend_together[(min(clusters * heads * splits, _PROGRAMS),)](
+        query, keys, values, table, prefixes.count, prefixes.members, prefixes.tokens, partial, weight,
+        scale, softcap or 0.0, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        table.stride(0), splits, SOFTCAP=softcap is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
+        K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
+        HEADS=heads, PAGE=page_size, BLOCK=block, EARLY=starts_early(query.device),
+        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+    )  # fmt: skip
     return PrefixPart(prefixes.count, prefixes.shared, partial, weight)
