@@ -10,6 +10,7 @@ from test_paged_attention import TOLERANCE, case
 from liveroll.attention.fast import GpuAttention
 from liveroll.attention.layout import PagedLayout, SharedPrefixes
 from liveroll.attention.reference import ReferenceAttention
+from liveroll.kernels.early import starts_early
 from liveroll.kernels.prefix_attention import attend_prefixes, rows_together
 from liveroll.model.geometry import AttentionTraits
 
@@ -136,3 +137,28 @@ def test_no_cluster_at_all(device):
             *sharing({}, 8, device=device, dtype=torch.float32, lengths=lengths, **SHAPE),
             AttentionTraits(0.3, None, None),
         )
+
+
+def test_results_of_shared_keys_are_waited_for(monkeypatch, device):
+    """Guards against results that are merged before they are written, by a kernel that starts while the other runs."""
+    if not starts_early(device):
+        pytest.skip("here no kernel starts before the one ahead of it has ended")
+    clusters = {tuple(range(first, first + 8)): 16 for first in range(0, 512, 8)}
+    shape = SHAPE | {"heads": 16, "key_dim": 128, "value_dim": 128, "device": device, "dtype": torch.bfloat16}
+    query, *others, layout = sharing(clusters, 8, lengths=[384] * 512, **shape)
+    attention, traits = GpuAttention(device, 1024), AttentionTraits(128**-0.5, None, None)
+    # Each time other queries: what an earlier one has left is nowhere right.
+    queries = [query.roll(turn, 0) for turn in range(20)]
+
+    def attend():
+        return [attention.paged(turned, *others, layout, traits, None) for turned in queries]
+
+    attend()
+    # Launched one by one, the first kernel would have ended before the host comes to the second.
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        early = attend()
+    graph.replay()
+    for module in ("prefix_attention", "paged_attention"):
+        monkeypatch.setattr(f"liveroll.kernels.{module}.starts_early", lambda _: False)
+    for one, other in zip(early, attend(), strict=True):
+        assert one.equal(other)
