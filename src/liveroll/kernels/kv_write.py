@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liveroll.kernels.lanes import lanes_for
+
 
 @triton.jit
 def _write(
@@ -36,7 +38,7 @@ def write_kv(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, index: Te
     value_dim = value.shape[2]
     _write[(tokens,)](
         key, value, keys, values, index, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        HEADS=heads, K_DIM=key_dim, V_DIM=value_dim, K_SIZE=triton.next_power_of_2(heads * key_dim),
-        V_SIZE=triton.next_power_of_2(heads * value_dim), num_warps=1 if heads * key_dim <= 512 else 4,
+        HEADS=heads, K_DIM=key_dim, V_DIM=value_dim, K_SIZE=lanes_for(heads * key_dim),
+        V_SIZE=lanes_for(heads * value_dim), num_warps=1 if heads * key_dim <= 512 else 4,
         enable_fp_fusion=True,
     )  # fmt: skip

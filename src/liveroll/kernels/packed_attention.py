@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liveroll.kernels.lanes import lanes_for
 from liveroll.kernels.softmax import LOG2_E, score_of
 
 
@@ -108,7 +109,7 @@ def packed_attention(
     kv_heads, value_dim = value.shape[1:]
     output = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     # A matrix product sums over 16 elements at least.
-    key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    key_dim_p, value_dim_p = (lanes_for(dim, 16) for dim in (key_dim, value_dim))
     wide, half = max(key_dim_p, value_dim_p) > 128, query.dtype != torch.float32
     queries, keys = (64, 32 if wide else 64) if half else (16 if wide else 32, 32)
     # More of larger heads would not fit into the memory of a multiprocessor of most GPUs.

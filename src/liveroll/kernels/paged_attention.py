@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from liveroll.kernels.early import starts_early
+from liveroll.kernels.lanes import lanes_for
 from liveroll.kernels.over_pages import attend_pages, chunk_of
 from liveroll.kernels.prefix_attention import PrefixPart, prefix_chunk_of
 from liveroll.kernels.softmax import LOG2_E, merge, score_of
@@ -199,7 +200,7 @@ def paged_attention(
     partial = torch.empty(partials * value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(partials, dtype=torch.float32, device=query.device)
     # A matrix product sums over 16 elements at least.
-    key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    key_dim_p, value_dim_p = (lanes_for(dim, 16) for dim in (key_dim, value_dim))
     # More keys of larger heads would not fit into a multiprocessor's memory.
     wide = rows * heads <= _FEW_PAIRS and query.element_size() == 2 and key_dim_p + value_dim_p <= 256
     block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
@@ -217,10 +218,10 @@ def paged_attention(
         table.stride(0), splits, 1 if prefix is None else prefix.weight.shape[2],
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, PREFIX=prefix is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        GROUP=group, GROUP_P=max(16, triton.next_power_of_2(group)),
+        GROUP=group, GROUP_P=lanes_for(group, 16),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
         HEADS=heads, PAGE=page_size, BLOCK=block,
-        SPLITS_P=triton.next_power_of_2(splits), EARLY=early, launch_pdl=early,
+        SPLITS_P=lanes_for(splits), EARLY=early, launch_pdl=early,
         num_warps=warps, num_stages=stages if query.dtype != torch.float32 else 1, enable_fp_fusion=True,
     )  # fmt: skip
     return output

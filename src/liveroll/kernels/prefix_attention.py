@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from liveroll.attention.layout import SharedPrefixes
 from liveroll.kernels.early import starts_early
+from liveroll.kernels.lanes import lanes_for
 from liveroll.kernels.over_pages import attend_pages, chunk_of
 
 # A split's results are as many bytes as 64 of its keys and values, and are written and read: there are no more splits
@@ -139,7 +140,7 @@ def attend_prefixes(
     partial = torch.empty(rows, query_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows, query_heads, splits, dtype=torch.float32, device=query.device)
     group = query_heads // heads
-    key_dim_p, value_dim_p = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    key_dim_p, value_dim_p = (lanes_for(dim, 16) for dim in (key_dim, value_dim))
     # More keys of larger heads would not fit into a multiprocessor's memory.
     if query.element_size() == 4:
         block, warps, stages = 64, 4, 1
@@ -152,7 +153,7 @@ def attend_prefixes(
         scale, softcap or 0.0, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         table.stride(0), splits, SOFTCAP=softcap is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        ROWS=together, GROUP=group, QUERIES_P=max(16, triton.next_power_of_2(together * group)),
+        ROWS=together, GROUP=group, QUERIES_P=lanes_for(together * group, 16),
         K_DIM=key_dim, K_DIM_P=key_dim_p, V_DIM=value_dim, V_DIM_P=value_dim_p,
         HEADS=heads, PAGE=page_size, BLOCK=block, EARLY=starts_early(query.device),
         num_warps=warps, num_stages=stages, enable_fp_fusion=True,
