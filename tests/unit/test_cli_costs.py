@@ -139,7 +139,9 @@ def test_a_calibration_on_a_full_disk(owner, name, full, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (("--repeats", "0"), "CalibrateOptions.repeats must be at least 1, not 0"),
+        (("--repeats", "3000000"), "CalibrateOptions.repeats must be at most 1000, not 3000000"),
         (("--max-batch", "0"), "WorkloadRange.max_batch must be at least 1, not 0"),
+        (("--max-batch", "1" + "0" * 400), "WorkloadRange.max_batch must be at most"),
         (("--min-length", "9"), "the shortest prompt, 9 tokens, is longer than the longest, 6"),
         (("--max-length", "2000"), "lower max_length"),
         (("--max-batch", "1000000000"), "lower max_batch or max_length"),

@@ -81,6 +81,8 @@ def test_a_range_of_one_shape():
         ({"min_length": 0}, "WorkloadRange.min_length must be at least 1"),
         ({"max_length": 1.5}, "WorkloadRange.max_length must be a whole number"),
         ({"max_batch": 0}, "WorkloadRange.max_batch must be at least 1"),
+        ({"max_batch": 10**400}, "WorkloadRange.max_batch must be at most 1073741824"),
+        ({"max_length": 10**400}, "WorkloadRange.max_length must be at most 16777216"),
         ({"min_length": 20, "max_length": 10}, "the shortest prompt, 20 tokens, is longer than the longest, 10"),
         ({"max_batches": 3}, "did you mean max_batch"),
     ],

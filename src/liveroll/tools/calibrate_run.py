@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from liveroll.tools.measure import Sample
 
 
+# Each is listed before the first call, so that an interrupted run finds its place again.
+_MOST_REPEATS = 1000
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     """What `liveroll calibrate` was asked to do.
@@ -37,7 +41,7 @@ class CalibrateOptions:
         min_length: tokens of the shortest prompt.
         max_length: tokens of the longest prompt; None for 512, or what the model allows.
         max_batch: prompts that run side by side, at most.
-        repeats: how often each is timed, at most.
+        repeats: how often each is timed, at most; up to 1000.
         capture: whether decode steps are captured.
         compile: whether they are compiled.
         fuse: whether projections of one input are one product in them; moves the weights side by side.
@@ -46,7 +50,7 @@ class CalibrateOptions:
         overwrite: forget what an interrupted run measured.
 
     Raises:
-        ConfigError: a number is not positive, or the range is empty.
+        ConfigError: a number is not positive or too large, or the range is empty.
     """
 
     model: str
@@ -63,7 +67,7 @@ class CalibrateOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        check_whole(self, "repeats", low=1)
+        check_whole(self, "repeats", low=1, high=_MOST_REPEATS)
         self.range_within(self.max_length or max(self.min_length, 1))
 
     def range_within(self, longest: int) -> WorkloadRange:

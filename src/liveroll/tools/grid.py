@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from liveroll.config import Route
-from liveroll.config_checks import check_whole, naming_unknown_options
+from liveroll.config_checks import MOST_TOKENS, check_whole, naming_unknown_options
 from liveroll.errors import ConfigError
 from liveroll.planning.fit import Kind, Measurement
 
 DECODE_STEPS = 4
 """Steps that a decode measurement averages over."""
+
+# No memory holds more rows; their bytes are still a number that can be shown.
+_MOST_ROWS = 1 << 30
 
 _WIDTHS = 3
 _PREFILLS: tuple[Route, ...] = ("equal_width", "packed")
@@ -26,11 +29,11 @@ class WorkloadRange:
 
     Args:
         min_length: tokens of the shortest prompt.
-        max_length: tokens of the longest prompt.
-        max_batch: prompts that run side by side, at most.
+        max_length: tokens of the longest prompt; up to 2^24.
+        max_batch: prompts that run side by side, at most; up to 2^30.
 
     Raises:
-        ConfigError: a number is not positive, or the range is empty.
+        ConfigError: a number is not positive or too large, or the range is empty.
     """
 
     min_length: int = 16
@@ -38,9 +41,9 @@ class WorkloadRange:
     max_batch: int = 32
 
     def __post_init__(self) -> None:
-        check_whole(self, "min_length", low=1)
-        check_whole(self, "max_length", low=1)
-        check_whole(self, "max_batch", low=1)
+        check_whole(self, "min_length", low=1, high=MOST_TOKENS)
+        check_whole(self, "max_length", low=1, high=MOST_TOKENS)
+        check_whole(self, "max_batch", low=1, high=_MOST_ROWS)
         if self.min_length > self.max_length:
             raise ConfigError(
                 f"the shortest prompt, {self.min_length} tokens, is longer than the longest, {self.max_length}"
