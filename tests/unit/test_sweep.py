@@ -124,6 +124,7 @@ def test_a_file_that_lacks_a_route(tmp_path):
         (lambda content: content.update(origin=3), "origin is no object"),
         (lambda content: content.update(points=[{}]), "missing"),
         (lambda content: content["points"][0].update(ms=-1.0), "a point has no times"),
+        (lambda content: content["points"][0].update(ms=10**400), "a point has no times"),
         (lambda content: content["cases"][0].update(buckets=[]), "workload 'w' has no buckets"),
         (lambda content: content["cases"][0].update(lengths=[]), "workload 'w' has no lengths or no budget"),
         (lambda content: packed(content).update(ms=[]), "packed of workload 'w' has no times"),
@@ -135,7 +136,9 @@ def test_a_file_that_lacks_a_route(tmp_path):
         (lambda content: packed(content).update(same_as="bus"), "packed of workload 'w' does the work of 'bus'"),
         (lambda content: packed(content).update(agreement="x"), "packed of workload 'w' has an agreement"),
         (lambda content: packed(content).update(agreement=1.5), "packed of workload 'w' has an agreement"),
+        (lambda content: packed(content).update(agreement=10**400), "packed of workload 'w' has an agreement"),
         (lambda content: packed(content).update(peak_bytes="1"), "packed of workload 'w' has peak_bytes"),
+        (lambda content: packed(content).update(peak_bytes=10**400), "packed of workload 'w' has peak_bytes"),
         (lambda content: packed(content).update(padded_tokens="1"), "a number of padded_tokens that is none"),
     ],
 )
@@ -156,6 +159,14 @@ def test_a_model_whose_size_is_no_number(tmp_path):
     odd.origin.update(model_type="llama", parameters="many", device="cpu")
     page, *_ = write_report(odd, tmp_path / "page.html")
     assert "The model is not named." in page.read_text("utf-8")
+
+
+def test_a_name_that_no_encoding_has(tmp_path):
+    """Guards against a page that is emptied before it turns out that it cannot be written."""
+    odd = sweep_of(case_of())
+    odd.origin.update(device="\ud800")
+    page, *_ = write_report(odd, tmp_path / "page.html")
+    assert r"\ud800" in page.read_text("utf-8")
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch):

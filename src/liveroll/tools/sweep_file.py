@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, BucketS
 
 _PARTS: Sequence[str] = ("origin", "coefficients", "points", "settings")
 _FIELDS = tuple(entry.name for entry in fields(RouteResult))
+_LARGEST = sys.float_info.max  # JSON may hold larger whole numbers, which cannot be divided
 _COUNTS = ("prefill_forwards", "prefill_tokens", "padded_tokens", "decode_steps")
 
 
@@ -111,15 +112,15 @@ def _check_point(point: dict[str, Any]) -> None:
 
 
 def _are_counts(lengths: Sequence[Any], *others: Any) -> bool:
-    return bool(lengths) and all(isinstance(value, int) and value >= 1 for value in (*lengths, *others))
+    return bool(lengths) and all(_is_count(value) and value >= 1 for value in (*lengths, *others))
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+    return isinstance(value, int) and 0 <= value <= _LARGEST
 
 
 def _is_time(value: Any, *, low_open: bool = True) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and (value > 0 if low_open else value >= 0)
+    return isinstance(value, int | float) and (value > 0 if low_open else value >= 0) and value <= _LARGEST
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -48,7 +48,7 @@ def write_report(sweep: SweepResult, out: Path) -> list[Path]:
     check_output(out)
     images = {name: _png(figure) for name, figure in _charts(sweep).items()}
     with writing(out):
-        out.write_text(_page(sweep, images), "utf-8")
+        out.write_text(_page(sweep, images), "utf-8", "backslashreplace")  # names may hold half a pair
     written = [out]
     for name, image in images.items():
         path = out.with_name(f"{out.stem}-{name}.png")
