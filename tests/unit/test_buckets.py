@@ -188,11 +188,15 @@ def test_a_prompt_over_the_limit():
     assert plan_buckets([64, 1, 65, 99], CostModel(max_tokens=None), GEOMETRY)
 
 
-@pytest.mark.parametrize("lengths", [[0], [3, -1], [1.5], ["3"], [True], [None], [[1], [2]], [[1], [2, 3]]], ids=repr)
+@pytest.mark.parametrize(
+    "lengths",
+    [[0], [3, -1], [1.5], ["3"], [True], [None], [[1], [2]], [[1], [2, 3]], [2**24 + 1], [2**64 - 1]],
+    ids=repr,
+)
 def test_lengths_that_are_none(lengths):
     """Guards against a plan over prompts that cannot be."""
     with pytest.raises(PromptError, match="lengths must be whole numbers of at least 1"):
-        plan_buckets(lengths, CostModel(), GEOMETRY)
+        plan_buckets(lengths, CostModel(max_tokens=None), GEOMETRY)
 
 
 def test_no_prompts_and_arrays():

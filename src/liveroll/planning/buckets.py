@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from liveroll.config_checks import MOST_TOKENS
 from liveroll.errors import PrefillLimitError, PromptError
 from liveroll.planning.costs import CostModel
 from liveroll.planning.estimates import padded_row_ms
@@ -47,7 +48,7 @@ def plan_buckets(lengths: Sequence[int], cost_model: CostModel, geometry: ModelG
 
     Raises:
         PrefillLimitError: a prompt alone is over the limit.
-        PromptError: a length is no whole number of at least 1.
+        PromptError: a length is no whole number of at least 1, or over 2^24.
     """
     if not len(lengths):
         return ()
@@ -72,8 +73,9 @@ def _checked(lengths: Sequence[int], limit: int | None) -> np.ndarray:
         given = np.asarray(lengths)
     except ValueError:  # lists of unlike lengths
         given = np.empty(())
-    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.min() < 1:
-        raise PromptError(f"lengths must be whole numbers of at least 1, not {list(lengths)!r}")
+    whole = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
+    if not whole or given.min() < 1 or given.max() > MOST_TOKENS:
+        raise PromptError(f"lengths must be whole numbers of at least 1, at most {MOST_TOKENS}, not {list(lengths)!r}")
     if limit is not None and given.max() > limit:
         index = int(np.argmax(given > limit))
         raise PrefillLimitError(
