@@ -81,7 +81,17 @@ def probe(model: PreTrainedModel, tp_group: ProcessGroup | None = None) -> tuple
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with interface.bound(call):
         arguments = {cache_argument(model): cache, "use_cache": True}
-        logits = model(input_ids=zeros, position_ids=zeros, **arguments).logits
+        try:
+            logits = model(input_ids=zeros, position_ids=zeros, **arguments).logits
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # A layer that stored its keys, attends by code of its own and finds no mask, or does not know our name.
+            failed = sorted(set(cache.given) - set(call.specs))
+            if not failed:
+                raise
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be rolled out: its layers {failed} do not attend through "
+                f"transformers' attention interface ({type(error).__name__}: {error})"
+            ) from error
     config = model.config.get_text_config()
     check_logits(logits, config.vocab_size, tp_group)
     expected = set(range(int(config.num_hidden_layers)))
