@@ -195,7 +195,8 @@ class RolloutEngine:
         """Explain by which route `generate` would take a call, and what each route is estimated to cost.
 
         Nothing runs and nothing changes: no forward, no seed. Until the first call has looked at the model's layers,
-        their shape is taken from the model's configuration.
+        their shape is taken from the model's configuration, and costs that it is to measure (`costs="auto"`) are the
+        defaults of `CostModel`, by which another route may be taken than after it.
 
         Args:
             prompts: as for `generate`.

@@ -84,6 +84,7 @@ def test_the_model_is_left_as_found():
     [
         ({"max_length": 510}, {}, f"510 tokens and the {DECODE_STEPS + 1} .* max_position_embeddings, 512; lower"),
         ({"max_length": 30}, {"max_length": 32}, r"do not fit RolloutConfig\.max_length, 32; lower max_length"),
+        ({"min_length": 1, "max_length": 1}, {"max_length": 4}, "max_length, 4; raise it, or give costs as a CostMod"),
         ({"max_length": 30}, {"prefill_max_tokens": 20}, "30 tokens are over prefill_max_tokens, 20"),
         ({"max_batch": 10**9}, {}, r"rows of 11 tokens take .* GiB, and .* are free; lower max_batch or max_length"),
     ],

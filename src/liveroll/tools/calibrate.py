@@ -123,9 +123,10 @@ def check_range(work: WorkloadRange, model: PreTrainedModel, config: RolloutConf
     """
     for name, limit in _row_limits(model, config).items():
         if work.row_tokens > limit:
+            way_out = "lower max_length" if work.max_length > 1 else "raise it, or give costs as a CostModel"
             raise ConfigError(
                 f"prompts of {work.max_length} tokens and the {work.row_tokens - work.max_length} that are measured "
-                f"behind them do not fit {name}, {limit}; lower max_length"
+                f"behind them do not fit {name}, {limit}; {way_out}"
             )
     if config.prefill_max_tokens is not None and work.max_length > config.prefill_max_tokens:
         raise ConfigError(
