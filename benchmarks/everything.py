@@ -2,12 +2,11 @@
 
     python benchmarks/everything.py [JOB ...] [--out FOLDER] [--seconds S] [--deepspeed FOLDER] [--list]
 
-Without names all jobs run. Those in which nothing is timed come first, some of them together on each GPU: tests, which
-mostly compile kernels, and first calls that leave compiled models in the cache for the others. Then come the others,
-longest first, one at a time on each GPU; those that are about several GPUs, or about what the host does, come last and
-alone, and have all GPUs. What a job prints is kept in FOLDER, and so are results.
-`--seconds` bounds the whole: a job that would not end in time, by what is expected on an H200, is left out. One that
-takes three times that is ended.
+Without names all jobs run. Tests in which nothing is timed come first, some of them together on each GPU, as they
+mostly compile kernels. Then come the others, longest first, one at a time on each GPU; those that are about several
+GPUs, or about what the host does, come last and alone, and have all GPUs. What a job prints is kept in FOLDER, and so
+are results. `--seconds` bounds the whole: a job that would not end in time, by what is expected on an H200, is left
+out. One that takes three times that is ended.
 """
 
 from __future__ import annotations
@@ -57,10 +56,6 @@ def _benchmark(seconds: int, text: str, alone: bool = False) -> Job:
     return Job(seconds, tuple(f"benchmarks/{text}".split()), alone)
 
 
-def _first_calls(seconds: int, text: str) -> Job:
-    return Job(seconds, tuple(f"benchmarks/decode.py --repeats 0 --contenders fused {text}".split()), timed=False)
-
-
 def _tests(seconds: int, *paths: str, workers: int = 1, alone: bool = False, timed: bool = False) -> Job:
     """Tests, where `workers` processes share the GPU: most of their time goes into compiling kernels."""
     shared = ("-p", "no:benchmark", "-n", str(workers)) if workers > 1 else ()
@@ -85,11 +80,10 @@ JOBS = {
     "decode-curve": _benchmark(300, "decode.py --cases A --contenders fused --name decode-curve --curve --repeats 1"),
     "prefill": _benchmark(300, "prefill.py --fuse --compile"),
     "routes-captured": _benchmark(120, "routes.py --model 3B --modes captured --seconds 130"),
-    "routes-eager": _benchmark(330, "routes.py --model 3B --modes eager --case-seconds 6 --seconds 270", alone=True),
+    "routes-eager": _benchmark(
+        400, "routes.py --model 3B --modes eager --repeats 9 --case-seconds 10 --seconds 340", alone=True
+    ),
     "routes-tiny": _benchmark(50, "routes.py --model tiny --modes captured --seconds 60", alone=True),
-    "compile-3B": _first_calls(150, "--cases A,F,G"),
-    "compile-8B": _first_calls(100, "--model 8B --cases A"),
-    "compile-32B": _first_calls(160, "--model 32B --cases A"),
     "attention": _benchmark(40, "attention.py"),
     "groups": _benchmark(200, "groups.py"),
     "parity": _benchmark(240, "parity.py"),
@@ -120,7 +114,6 @@ class Runner:
 
     def __init__(self, out: Path, deepspeed: Path | None, seconds: float) -> None:
         self._out, self._deepspeed = out, deepspeed
-        self._scratch = out / "not-timed"
         self._ends = time.monotonic() + seconds
         self._console = Console(width=150)
         self.done: dict[str, dict[str, Any]] = {}
@@ -171,8 +164,7 @@ class Runner:
 
     def _command(self, job: Job) -> list[str]:
         script = job.arguments[0]
-        # What is not timed is no result.
-        out = ["--out", str(self._out if job.timed else self._scratch)] if script.endswith(".py") else []
+        out = ["--out", str(self._out)] if script.endswith(".py") else []
         peers = ["--deepspeed", str(self._deepspeed)] if self._deepspeed and script.endswith("decode.py") else []
         return [sys.executable, *job.arguments, *out, *peers]
 
