@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, get_args
 
 import numpy as np
@@ -110,12 +112,30 @@ def _is_stream(value: Any) -> bool:
     return pair and all(isinstance(key, int | np.integer) and -(2**31) <= key < 2**31 for key in value)
 
 
+def _are_flags(values: Any) -> bool:
+    return isinstance(values, tuple) and all(value in (0, 1) for value in values)
+
+
+def _are_told(values: Any) -> bool:
+    return values is None or isinstance(values, tuple)
+
+
+def _are_numbers(values: Any) -> bool:
+    # There may be millions, of one type or two.
+    return _are_told(values) and all(issubclass(kind, Real) for kind in {*map(type, values or ())})
+
+
 # Fields of a completion that anybody may have written by hand: whether one holds what it must, and what that is.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_index": (_is_index, "a whole number from 0 on"),
     "sample_index": (_is_index, "a whole number from 0 on"),
     "finish_reason": (lambda value: value in get_args(FinishReason), f"one of {', '.join(get_args(FinishReason))}"),
-    "sampled_mask": (lambda value: all(entry in (0, 1) for entry in value), "zeros and ones"),
+    "sampled_mask": (_are_flags, "zeros and ones"),
+    "continued_at": (lambda value: isinstance(value, tuple) and all(map(_is_index, value)), "numbers of tokens"),
+    "logprobs": (_are_numbers, "numbers, or None"),
+    "raw_logprobs": (_are_numbers, "numbers, or None"),
+    "top_logprobs": (_are_told, "pairs for each token, or None"),
+    "kept_tokens": (_are_told, "ids or None for each token, or None"),
     "stream": (_is_stream, "two whole numbers of 32 bits"),
 }
 
@@ -126,21 +146,21 @@ def _is_next_sample(before: Completion, after: Completion) -> bool:
 
 
 def _check(row: int, completion: Completion, vocab_size: int) -> None:
-    count = len(completion.token_ids)
     if completion.stream is None:
         raise PromptError(
             f"completion {row} was drawn by model.generate, as the fallback, and has no random stream to go on with"
         )
+    for ids in (completion.token_ids, completion.padding_ids):
+        array = read_token_ids(f"completion {row}", ids, "made of token ids")
+        _check_vocabulary(f"completion {row}", array, vocab_size)
+    for name, (holds, what) in _FIELDS.items():
+        if not holds(value := getattr(completion, name)):
+            raise PromptError(f"{name} of completion {row} must be {what}, not {reprlib.repr(value)}")
+    count = len(completion.token_ids)
     for name in ("sampled_mask", *BLANKS):
         values = getattr(completion, name)
         if values is not None and len(values) != count:
             raise PromptError(f"completion {row} has {count} tokens and {name} of another length")
-    for name, (holds, what) in _FIELDS.items():
-        if not holds(value := getattr(completion, name)):
-            raise PromptError(f"{name} of completion {row} must be {what}, not {value!r}")
-    for ids in (completion.token_ids, completion.padding_ids):
-        array = read_token_ids(f"completion {row}", ids, "made of token ids")
-        _check_vocabulary(f"completion {row}", array, vocab_size)
 
 
 def _prefix(index: int, entry: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
