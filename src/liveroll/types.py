@@ -32,7 +32,7 @@ class ResolvedSampling:
     """The settings a prompt really ran with: every field of `SamplingConfig` with nothing left to inherit.
 
     `do_sample` is False where the most likely token is taken; `temperature`, `top_k`, `top_p` and `min_p` are
-    then without effect, as in `model.generate`. `first_forbidden_tokens` may not be the first token of a response;
+    then without effect, as in `model.generate`. `first_forbidden_tokens` may not be the first sampled token;
     they come from `begin_suppress_tokens` of the model's generation configuration alone.
     """
 
