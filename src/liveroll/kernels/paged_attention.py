@@ -201,13 +201,14 @@ def paged_attention(
     weight = torch.empty(partials, dtype=torch.float32, device=query.device)
     # A matrix product sums over 16 elements at least.
     key_dim_p, value_dim_p = (lanes_for(dim, 16) for dim in (key_dim, value_dim))
-    # More keys of larger heads would not fit into a multiprocessor's memory.
-    wide = rows * heads <= _FEW_PAIRS and query.element_size() == 2 and key_dim_p + value_dim_p <= 256
-    block, warps, stages = (128, 8, 2) if wide else (64, 4, 3)
-    if rows * heads >= _MANY_PAIRS and query.element_size() == 2 and key_dim_p + value_dim_p <= 256:
-        block, warps = 32, 1
-    if key_dim_p + value_dim_p > 512:
-        block, stages = 32, 2
+    pairs, small = rows * heads, query.element_size() == 2 and key_dim_p + value_dim_p <= 256
+    if small and pairs <= _FEW_PAIRS:
+        block, warps, stages = 128, 8, 2
+    elif small and pairs >= _MANY_PAIRS:
+        block, warps, stages = 32, 1, 3
+    else:
+        # More keys of larger heads would not fit into a multiprocessor's memory.
+        block, warps, stages = (64, 4, 3) if key_dim_p + value_dim_p <= 512 else (32, 4, 2)
     # Behind any other kernel it has to wait for that one's end before it reads anything.
     early = prefix is not None and starts_early(query.device)
     _attend[(rows, heads, splits)](

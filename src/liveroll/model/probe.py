@@ -88,19 +88,20 @@ def probe(model: PreTrainedModel, tp_group: ProcessGroup | None = None) -> tuple
             failed = sorted(set(cache.given) - set(call.specs))
             if not failed:
                 raise
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be rolled out: its layers {failed} do not attend through "
-                f"transformers' attention interface ({type(error).__name__}: {error})"
-            ) from error
+            raise _attends_otherwise(model, failed, f" ({type(error).__name__}: {error})") from error
     config = model.config.get_text_config()
     check_logits(logits, config.vocab_size, tp_group)
     expected = set(range(int(config.num_hidden_layers)))
     if set(call.specs) != expected or set(cache.given) != expected:
         odd = sorted(expected ^ set(call.specs)) or sorted(expected ^ set(cache.given))
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be rolled out: its layers {odd} do not attend through transformers' "
-            "attention interface over keys of the cache"
-        )
+        raise _attends_otherwise(model, odd, " over keys of the cache")
     limit = getattr(config, "max_position_embeddings", None)
     shape = ModelShape(tuple(call.specs[i] for i in sorted(expected)), logits.shape[-1], limit)
     return shape, torch.promote_types(*(tensor.dtype for tensor in cache.given[0]))
+
+
+def _attends_otherwise(model: PreTrainedModel, layers: list[int], more: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be rolled out: its layers {layers} do not attend through transformers' "
+        f"attention interface{more}"
+    )
