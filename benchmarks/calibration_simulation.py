@@ -47,10 +47,11 @@ RUNGS = token_ladder(CAPTURED_TOKENS)
 
 @dataclass(frozen=True)
 class Device:
-    """What calls take, in ms: of the host `launch`, `step` and `ordinary_step`, of the device the rest.
+    """What calls take, in ms: of the host `launch`, `mask`, `step` and `ordinary_step`, of the device the rest.
 
-    `drift` is how far the host's speed wanders, as the deviation of a logarithm, `disturbed` the share of what it does
-    that takes longer by half on average; `setup` is seconds that a shape takes before its first call.
+    `mask` is what launching takes longer where there is padding. `drift` is how far the host's speed wanders, as the
+    deviation of a logarithm, `disturbed` the share of what it does that takes longer by half on average; `setup` is
+    seconds that a shape takes before its first call.
     """
 
     launch: float
@@ -59,17 +60,19 @@ class Device:
     step: float
     ordinary_step: float
     captured: bool
+    mask: float = 4.0
     drift: float = 0.3
     disturbed: float = 0.08
     setup: float = 1.0
 
-    def forward(self, route: Route, tokens: int, host: float = 1.0) -> float:
+    def forward(self, route: Route, tokens: int, padded: bool, host: float = 1.0) -> float:
         """A prefill forward; `host` is how slow the host is."""
         work = self.work + self.token * tokens
         if route == "packed" and self.captured and tokens <= CAPTURED_TOKENS:
             return self.work + self.token * rung_for(tokens, RUNGS)
         overhead = self.launch / 4 if route == "ordinary" else 0.0
-        return overhead * host + max(self.launch * host, work)
+        launch = self.launch + (self.mask if padded else 0.0)
+        return overhead * host + max(launch * host, work)
 
     def decode(self, route: Route, host: float = 1.0) -> float:
         """A decode step."""
@@ -82,7 +85,8 @@ class Device:
         total = (budget - 1) * self.decode(route)
         for forward in forwards:
             used = sum(lengths[index] for index in forward.indices)
-            total += self.forward(route, used if forward.width is None else len(forward.indices) * forward.width)
+            tokens = used if forward.width is None else len(forward.indices) * forward.width
+            total += self.forward(route, tokens, tokens > used)
         return total
 
 
@@ -117,7 +121,8 @@ class SimulatedStopwatch:
             self._seen.add((cell.route, tokens))
             self.now += self.draw.expovariate(1.0) * self.device.setup
             first += self.draw.expovariate(1.0)
-        prefill = self.device.forward(cell.route, tokens, self._host()) * first * self.draw.uniform(1.0, 1.04)
+        padded = tokens > sum(cell.lengths)
+        prefill = self.device.forward(cell.route, tokens, padded, self._host()) * first * self.draw.uniform(1.0, 1.04)
         decode = sum(self.device.decode(cell.route, self._host()) for _ in range(cell.steps))
         wall = prefill + decode + AROUND_MS * self._host()
         self.now += wall / 1e3

@@ -81,7 +81,7 @@ def run_mode(model: Any, mode: str, arguments: argparse.Namespace) -> None:
     costs_path, sweep_path = arguments.out / f"{name}-costs.json", arguments.out / f"{name}-sweep.json"
     console = Console(width=190)
     config = RolloutConfig(capture=mode == "captured", compile=arguments.compile, fuse=arguments.fuse)
-    calibration = calibrate(model, RANGE, config, seconds=arguments.calibrate_seconds)
+    calibration = calibrate(model, RANGE, config, seconds=arguments.calibrate_seconds or None)
     show_calibration(calibration, console)
     write_costs(costs_path, calibration.file)
     bucketed = {}
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--case-seconds", type=float, default=2.0, help="what repeats of one case may take")
     parser.add_argument("--seconds", type=int, default=None, help="what the sweep of one mode may take")
-    parser.add_argument("--calibrate-seconds", type=float, default=12.0, help='of one mode; 12 is what "auto" has')
+    parser.add_argument("--calibrate-seconds", type=float, default=12.0, help='12 is what "auto" has; 0 for no limit')
     parser.add_argument("--workloads", default="seed")
     parser.add_argument("--check", type=int, default=2, help="prompts of each workload whose tokens are checked")
     parser.add_argument("--check-tokens", type=int, default=8, help="first tokens of each that are checked")

@@ -17,9 +17,11 @@ from liveroll.model.identity import describe_origin
 from liveroll.planning.costs_file import read_costs, write_costs
 from liveroll.planning.fit import COEFFICIENTS
 from liveroll.routing import Router
+from liveroll.tools import calibrate as calibrate_module
 from liveroll.tools import costs_cache
 from liveroll.tools.calibrate import calibrate, longest_prompt, range_of
 from liveroll.tools.grid import DECODE_STEPS, WorkloadRange
+from liveroll.tools.quiet import QuietHost
 
 MODEL = zoo.build("llama")
 WORK = WorkloadRange(min_length=2, max_length=6, max_batch=2)
@@ -118,6 +120,34 @@ def test_the_range_of_an_engine(monkeypatch):
     huge = range_of(MODEL, RolloutConfig(max_slots=1 << 20))
     assert 1 < huge.max_batch < 1 << 20
     assert huge.max_length == most
+
+
+def test_what_is_not_captured_does_not_run_ahead(monkeypatch):
+    """Guards against a long prefill that counts as decode too.
+
+    Launches of eager steps that ran ahead waited for it on a GPU, so that steps behind 32 prompts of 512 tokens seemed
+    to take 56 ms, which take 28, and `auto` took `model.generate` where that was 1.3 times as slow.
+    """
+    configs = []
+    engine = calibrate_module.RolloutEngine
+
+    def making(model, config):
+        configs.append(config)
+        return engine(model, config=config)
+
+    monkeypatch.setattr(calibrate_module, "RolloutEngine", making)
+    for capture, run_ahead, expected in ((False, None, 0), (False, 3, 0), ("auto", 3, 3), ("auto", None, None)):
+        calibrate(MODEL, WORK, RolloutConfig(capture=capture, run_ahead=run_ahead), repeats=1)
+        assert configs.pop().run_ahead == expected
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(None, 1.0), (0.0, 0.25)])
+def test_waiting_is_short_where_time_is_limited(seconds, share, monkeypatch):
+    """Guards against a first call of an engine that waits twice as long as it should, for a quiet host."""
+    shares = []
+    monkeypatch.setattr(calibrate_module, "QuietHost", lambda given: shares.append(given) or QuietHost(0.0))
+    calibrate(MODEL, WORK, repeats=1, seconds=seconds)
+    assert shares == [share]
 
 
 def test_a_range_is_cut_to_the_time_there_is():

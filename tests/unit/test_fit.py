@@ -97,7 +97,7 @@ def test_a_forward_more_costs_what_a_launch_takes():
         return max(30.0, work) if point.kind == "prefill" else exact(point)
 
     fitted = fit_costs(points_of(launched), GEOMETRY, None)
-    assert fitted.fixed_ms == pytest.approx(30.0, rel=0.05)
+    assert fitted.fixed_ms == pytest.approx(30.0, rel=0.07)
 
 
 def test_no_coefficient_is_negative():

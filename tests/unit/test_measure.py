@@ -10,6 +10,7 @@ import zoo
 from liveroll import RolloutConfig, RolloutEngine
 from liveroll.tools.grid import Cell, WorkloadRange
 from liveroll.tools.measure import Pace, Sample, Stopwatch, sample_id, take_samples
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.readings import read_off
 
 PADDED, PACKED = Cell("equal_width", 4, 8, 0), Cell("packed", 4, 8, 0)
@@ -186,7 +187,7 @@ def test_the_pace_is_that_of_two_rows():
 def test_a_call_that_captures_is_run_again():
     """Guards against the seconds of a capture in the time of a call."""
     engine = RolloutEngine(zoo.build("llama"), config=RolloutConfig(max_slots=4, max_length=32, profile=True))
-    watch = Stopwatch(engine, zoo.VOCAB_SIZE)
+    watch = Stopwatch(engine, zoo.VOCAB_SIZE, QuietHost(0.0))
     for rows, captures in ((2, 1), (2, 1), (4, 2)):
         before = engine.replays
         watch.time(Cell("packed", rows, 4, 3))
@@ -198,7 +199,7 @@ def test_a_call_that_captures_its_prefill_is_run_again():
     """Guards against the seconds of a capture in the time of a prefill."""
     config = RolloutConfig(max_slots=2, max_length=200, profile=True, prefill_capture=True)
     engine = RolloutEngine(zoo.build("llama"), config=config)
-    watch = Stopwatch(engine, zoo.VOCAB_SIZE)
+    watch = Stopwatch(engine, zoo.VOCAB_SIZE, QuietHost(0.0))
     for width, captures, replays in ((4, 1, 2), (4, 1, 3), (100, 2, 5)):
         watch.time(Cell("packed", 1, width, 0))
         assert (engine.prefill_captures, engine.prefill_replays) == (captures, replays)

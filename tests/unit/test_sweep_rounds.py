@@ -14,6 +14,7 @@ from liveroll.tools import sweep as sweep_module
 from liveroll.tools import sweep_calls, sweep_rounds
 from liveroll.tools.calibrate import calibrate
 from liveroll.tools.grid import WorkloadRange
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep import sweep
 from liveroll.tools.sweep_calls import Track
@@ -199,7 +200,7 @@ def test_a_call_that_captures_is_not_counted():
     calls = []
     generate = engine.generate
     engine.generate = lambda *arguments: calls.append(1) or generate(*arguments)
-    track = Track(WORKLOADS[0], MODEL, [[1, 2], [3, 4]], {"packed": engine}, None, lambda what: None)
+    track = Track(WORKLOADS[0], MODEL, [[1, 2], [3, 4]], {"packed": engine}, QuietHost(0.0), None, lambda what: None)
     case = dataclasses.replace(unrun(3), results={"packed": RouteResult(1.0)})
     for expected in (2, 3):
         track.call(case, "packed")

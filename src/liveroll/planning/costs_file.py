@@ -15,7 +15,7 @@ from liveroll.planning.json_file import read_json, write_json
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("kv", "planning", "prefill")
-_MEASURING = ("calibrate", "grid", "measure", "readings", "workloads")
+_MEASURING = ("calibrate", "grid", "measure", "quiet", "readings", "workloads")
 _KEYS = ("coefficients", "metadata", "points")
 
 

@@ -24,11 +24,14 @@ from liveroll.planning.geometry import ModelGeometry
 from liveroll.planning.routes import ROUTES
 from liveroll.tools.grid import DECODE_STEPS, Cell, WorkloadRange, plan_grid
 from liveroll.tools.measure import Pace, Sample, Stopwatch, take_samples
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.readings import read_off
 
 # Of the memory that is free, this share may be keys and values; forwards need the rest.
 _KV_SHARE = 0.8
 _SHORTEST, _LONGEST = 16, 512
+_WAITING, _HURRIED_WAITING = 1.0, 0.25
+"""What may go into waiting for a quiet host, of the time that calls take: without a limit, and with one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def calibrate(
         return math.inf if seconds is None else seconds - (time.perf_counter() - began)
 
     with RolloutEngine(model, config=_measuring(config, work)) as engine:
-        stopwatch = Stopwatch(engine, own.config.get_text_config().vocab_size)
+        waiting = _WAITING if seconds is None else _HURRIED_WAITING
+        stopwatch = Stopwatch(engine, own.config.get_text_config().vocab_size, QuietHost(waiting))
         try:
             if seconds is not None:
                 work = _within(seconds_left, work, Pace.of(stopwatch, work), config)
@@ -198,6 +202,9 @@ def _measuring(config: RolloutConfig, work: WorkloadRange) -> RolloutConfig:
         prefill_route="packed",
         auto_routes=ROUTES,
         costs=None,
+        # While a device works on a long prefill, only so many launches wait for it: those of eager steps that run ahead
+        # would be held up, and the prefill count to them once more.
+        run_ahead=0 if config.capture is False else config.run_ahead,
         fallback="error",
         progress=False,
         profile=True,

@@ -92,10 +92,10 @@ class Cell:
     def lengths(self) -> list[int]:
         """Tokens of each prompt.
 
-        On the ordinary route the last is a token shorter: as soon as there is padding, as there is in almost every
+        But for packed ones the last is a token shorter: as soon as there is padding, as there is in almost every
         batch of prompts, the model's own attention is given a mask, and takes a slower way.
         """
-        shorter = self.route == "ordinary" and self.rows > 1 and self.width > 1
+        shorter = self.route != "packed" and self.rows > 1 and self.width > 1
         return [self.width] * (self.rows - 1) + [self.width - shorter]
 
     def measured(self, kind: Kind, ms: float) -> Measurement:
@@ -120,6 +120,8 @@ def plan_grid(work: WorkloadRange, max_tokens: int | None) -> tuple[Cell, ...]:
     cells: dict[Cell, None] = {}
 
     def add(route: Route, rows: int, width: int, steps: int, *, needed: bool) -> None:
+        if route == "equal_width" and rows == 1:
+            rows = min(2, work.max_batch)  # a single row has no padding
         most = rows if max_tokens is None else min(rows, max(max_tokens // width, 1))
         cells.setdefault(Cell(route, most, width, steps, needed))
 

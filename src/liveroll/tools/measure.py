@@ -14,7 +14,9 @@ from liveroll.planning.geometry import ModelGeometry
 from liveroll.sampling_config import SamplingConfig
 from liveroll.tools.beside import beside
 from liveroll.tools.grid import Cell, WorkloadRange
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.workloads import draw_prompts
+from liveroll.types import RolloutStats
 
 _SETTLED = 0.03
 _AT_LEAST = 2
@@ -65,11 +67,13 @@ class Stopwatch:
     Args:
         engine: profiles its calls, and has room for the largest cell.
         vocab_size: prompts are random tokens below it.
+        host: waits for the calls.
     """
 
-    def __init__(self, engine: RolloutEngine, vocab_size: int) -> None:
+    def __init__(self, engine: RolloutEngine, vocab_size: int, host: QuietHost) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
+        self._host = host
         self._engines: dict[Route, RolloutEngine] = {}
 
     @property
@@ -84,9 +88,13 @@ class Stopwatch:
             self._engines[cell.route] = beside(self._engine, prefill_route=cell.route)
         prompts = draw_prompts(cell.lengths, self._vocab_size, seed=repeat)
         sampling = replace(_GREEDY, max_new_tokens=cell.steps + 1)
-        stats = self._engines[cell.route].generate(prompts, sampling).stats
+
+        def generate() -> RolloutStats:
+            return self._engines[cell.route].generate(prompts, sampling).stats
+
+        stats = self._host.run(generate)
         if stats.captures or stats.prefill_captures:
-            stats = self._engines[cell.route].generate(prompts, sampling).stats
+            stats = self._host.run(generate)
         profile = stats.profile
         assert profile is not None
         on_device = profile.prefill_device_ms

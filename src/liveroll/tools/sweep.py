@@ -17,11 +17,15 @@ from liveroll.engine import RolloutEngine
 from liveroll.errors import ConfigError, PromptError
 from liveroll.model.unwrap import unwrap
 from liveroll.tools.beside import beside
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep_calls import Track, changes_for
 from liveroll.tools.sweep_result import CONTENDERS, Case
 from liveroll.tools.sweep_rounds import expected_ms, leave_out, next_round, runs_in
 from liveroll.tools.workloads import Workload, draw_prompts
+
+_WAITING = 1.0
+"""What may go into waiting for a quiet host, of the time that calls take."""
 
 
 def sweep(
@@ -42,8 +46,9 @@ def sweep(
 
     The routes share one set of pages and captured steps. Of each workload every route is warmed up once, at the
     smallest budget; then every route is called, in random order, and in further rounds those that may be the fastest.
-    Calls of more than a second are not made where shorter ones have told enough, as `sweep_rounds` says. Stop tokens
-    are off, so that all routes generate the same number of tokens.
+    Each call waits until the host is quiet, for as long as earlier ones took at most. Calls of more than a
+    second are not made where shorter ones have told enough, as `sweep_rounds` says. Stop tokens are off, so that all
+    routes generate the same number of tokens.
 
     Args:
         model: the model, as an engine is given it.
@@ -78,8 +83,9 @@ def sweep(
     vocab_size = own.config.get_text_config().vocab_size
     with RolloutEngine(model, config=base) as engine:
         engines = {name: beside(engine, **changes_for(name)) for name in CONTENDERS}
+        host = QuietHost(_WAITING)
         tracks = [
-            Track(workload, own, draw_prompts(workload.lengths, vocab_size, seed=place), engines, reference, tick)
+            Track(workload, own, draw_prompts(workload.lengths, vocab_size, seed=place), engines, host, reference, tick)
             for place, workload in enumerate(workloads)
         ]
         for budget in sorted(set(new_tokens)):

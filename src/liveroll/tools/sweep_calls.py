@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from liveroll.engine import RolloutEngine
 from liveroll.planning.routes import RoutePlan
 from liveroll.sampling_config import SamplingConfig
+from liveroll.tools.quiet import QuietHost
 from liveroll.tools.reference import Reference
 from liveroll.tools.sweep_result import AUTO_PADDED, CONTENDERS, MANUAL, BucketShape, Case, RouteResult
 from liveroll.tools.sweep_rounds import LONG_MS, runs_in
@@ -40,6 +41,7 @@ class Track:
         model: the model.
         prompts: drawn for the lengths.
         engines: by contender.
+        host: waits for the calls that are timed.
         reference: what tokens are checked against; None checks nothing.
         tick: called before each call with what is about to run.
         cases: done so far, in ascending order of budgets.
@@ -49,6 +51,7 @@ class Track:
     model: PreTrainedModel
     prompts: list[list[int]]
     engines: Mapping[str, RolloutEngine]
+    host: QuietHost
     reference: Reference | None
     tick: Callable[[str], None]
     cases: list[Case] = field(default_factory=list)
@@ -84,10 +87,13 @@ class Track:
         """Time a call of a contender; where something was captured on the way, another one."""
         self.tick(f"{case.workload}, {case.new_tokens} tokens, {name}")
         result = case.results[name]
-        timed = self.engines[name], self.prompts, _sampling(case.new_tokens), self.model.device
-        ms, peak, batch = _time(*timed)
+
+        def generate() -> tuple[float, int | None, RolloutBatch]:
+            return _time(self.engines[name], self.prompts, _sampling(case.new_tokens), self.model.device)
+
+        ms, peak, batch = self.host.run(generate)
         if batch.stats.captures:
-            ms, peak, batch = _time(*timed)
+            ms, peak, batch = self.host.run(generate)
         result.ms.append(ms)
         result.peak_bytes = None if peak is None else max(result.peak_bytes or 0, peak)
         _note(result, batch)
