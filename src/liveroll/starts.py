@@ -103,6 +103,10 @@ def join(batches: Sequence[PromptBatch], pad_token_id: int) -> PromptBatch:
     )
 
 
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
 def _is_index(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
@@ -127,6 +131,7 @@ def _are_numbers(values: Any) -> bool:
 
 # Fields of a completion that anybody may have written by hand: whether one holds what it must, and what that is.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("prompt_ids", "token_ids", "padding_ids"), (_is_tuple, "a tuple of token ids")),
     "prompt_index": (_is_index, "a whole number from 0 on"),
     "sample_index": (_is_index, "a whole number from 0 on"),
     "finish_reason": (lambda value: value in get_args(FinishReason), f"one of {', '.join(get_args(FinishReason))}"),
@@ -150,12 +155,12 @@ def _check(row: int, completion: Completion, vocab_size: int) -> None:
         raise PromptError(
             f"completion {row} was drawn by model.generate, as the fallback, and has no random stream to go on with"
         )
-    for ids in (completion.token_ids, completion.padding_ids):
-        array = read_token_ids(f"completion {row}", ids, "made of token ids")
-        _check_vocabulary(f"completion {row}", array, vocab_size)
     for name, (holds, what) in _FIELDS.items():
         if not holds(value := getattr(completion, name)):
             raise PromptError(f"{name} of completion {row} must be {what}, not {reprlib.repr(value)}")
+    for ids in (completion.token_ids, completion.padding_ids):
+        array = read_token_ids(f"completion {row}", ids, "made of token ids")
+        _check_vocabulary(f"completion {row}", array, vocab_size)
     count = len(completion.token_ids)
     for name in ("sampled_mask", *BLANKS):
         values = getattr(completion, name)

@@ -164,7 +164,15 @@ BAD = {
         lambda completions: [dataclasses.replace(completions[0], sampled_mask=(2,) * len(completions[0].token_ids))],
         "sampled_mask of completion 0 must be zeros and ones",
     ),
-    "no tokens": (change(token_ids=None), "completion 0 must be made of"),
+    "no tokens": (change(token_ids=None), "token_ids of completion 0 must be a tuple of token ids"),
+    "an array of tokens": (
+        change(token_ids=np.array([1, 2])),
+        "token_ids of completion 0 must be a tuple of token ids",
+    ),
+    "an array of a prompt": (
+        change(prompt_ids=np.array([1])),
+        "prompt_ids of completion 0 must be a tuple of token ids",
+    ),
     "no mask": (change(sampled_mask=None), "sampled_mask of completion 0 must be zeros and ones"),
     "log-probabilities that are words": (
         lambda completions: [dataclasses.replace(completions[0], logprobs=("a",) * len(completions[0].token_ids))],

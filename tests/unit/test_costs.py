@@ -17,10 +17,10 @@ COEFFICIENTS = [name for name in NAMES if name != "max_tokens"]
 REQUIRED = [name for name in COEFFICIENTS if getattr(CostModel(), name) is not None]
 
 
-@pytest.mark.parametrize("value", [-1, -1e-9, NAN, INF, -INF, 10**400, True, "1", [1.0]], ids=str)
+@pytest.mark.parametrize("value", [-1, -1e-9, NAN, INF, -INF, 1.01e9, 1e308, 10**400, True, "1", [1.0]], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_a_coefficient_is_finite_and_not_negative(name, value):
-    """Guards against a plan made with NaN, with which every comparison is false, or with a negative cost."""
+    """Guards against a plan made with NaN, with which no comparison holds, or with a negative or infinite cost."""
     with pytest.raises(ConfigError, match=rf"CostModel\.{name} must be"):
         CostModel(**{name: value})
 

@@ -91,9 +91,12 @@ BAD_FILES = {
     "a negative one": (lambda c: c["coefficients"].update(token_ms=-0.1), r"CostModel\.token_ms must be at least 0"),
     "NaN": (
         lambda c: c["coefficients"].update(token_ms=float("nan")),
-        r"CostModel\.token_ms must be .*finite, not nan",
+        r"CostModel\.token_ms must be .*at most 1e\+09, not nan",
     ),
-    "infinity": (lambda c: c["coefficients"].update(fixed_ms=float("inf")), r"CostModel\.fixed_ms must be .*finite"),
+    "infinity": (
+        lambda c: c["coefficients"].update(fixed_ms=float("inf")),
+        r"CostModel\.fixed_ms must be .*at most 1e\+09, not inf",
+    ),
     "None": (lambda c: c["coefficients"].update(fixed_ms=None), r"CostModel\.fixed_ms must be a number, not None"),
     "a string": (lambda c: c["coefficients"].update(fixed_ms="1"), r"CostModel\.fixed_ms must be a number"),
     "a list of coefficients": (lambda c: c.update(coefficients=[1]), "coefficients must be an object"),

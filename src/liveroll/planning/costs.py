@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from liveroll.config_checks import check_number, check_whole, naming_unknown_options
 
+_MOST_MS = 1e9
+"""A week and a half: with more, the costs of large plans leave the range of a float."""
+
 
 @naming_unknown_options
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class CostModel:
         max_tokens: token positions, padding included, in one prefill forward; None removes the limit.
 
     Raises:
-        ConfigError: a coefficient is negative or not finite.
+        ConfigError: a coefficient is negative, over 10^9 or not a number.
     """
 
     fixed_ms: float = 25.0
@@ -69,5 +72,5 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "max_tokens":
-                check_number(self, field.name, low=0.0, optional=field.default is None)
+                check_number(self, field.name, low=0.0, high=_MOST_MS, optional=field.default is None)
         check_whole(self, "max_tokens", low=1, optional=True)
