@@ -81,8 +81,11 @@ JOBS = {
     "prefill": _benchmark(300, "prefill.py --fuse --compile"),
     "routes-captured": _benchmark(120, "routes.py --model 3B --modes captured --seconds 130"),
     "routes-eager": _benchmark(
-        400, "routes.py --model 3B --modes eager --repeats 9 --case-seconds 10 --seconds 340", alone=True
+        400,
+        "routes.py --model 3B --modes eager --calibrate-seconds 0 --repeats 7 --case-seconds 5 --seconds 320",
+        alone=True,
     ),
+    "host": _benchmark(10, "host.py", alone=True),
     "routes-tiny": _benchmark(50, "routes.py --model tiny --modes captured --seconds 60", alone=True),
     "attention": _benchmark(40, "attention.py"),
     "groups": _benchmark(200, "groups.py"),
