@@ -6,9 +6,9 @@ import pytest
 import torch
 import zoo
 from fused import attention, fused, weights
-from rollouts import check, prompts
+from rollouts import check, prompts, tokens
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from liveroll import FusionError
 from liveroll.model.adjacency import lie_together
@@ -127,9 +127,33 @@ def call_twice(model):
     block.k_proj = Wrapped(block.k_proj, lambda layer, hidden: layer(hidden) - 0.5 * layer(hidden))
 
 
+class Halving(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
+
+
+def compute_meanwhile(model, applies=lambda: True):
+    """Compute a weight for the length of each call, as PEFT does for `target_parameters`."""
+
+    def run(layer, hidden):
+        if not applies():
+            return layer(hidden)
+        parametrize.register_parametrization(layer, "weight", Halving())
+        output = layer(hidden)
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        return output
+
+    block = attention(model)
+    block.k_proj = Wrapped(block.k_proj, run)
+
+
 def never_call(model):
     block = attention(model)
     block.k_proj = Wrapped(block.k_proj, lambda layer, hidden: hidden[..., :16] * 0.5)
+
+
+def addresses(module):
+    return {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +176,7 @@ def never_call(model):
         (change_input, "they are not given the same input"),
         (change_in_place, "they are not given the same input"),
         (call_twice, "a forward of the model called q_proj, k_proj, k_proj, v_proj"),
+        (compute_meanwhile, "k_proj is a ParametrizedLinear while it is called, and not an nn.Linear"),
         (never_call, "a forward of the model called q_proj, v_proj"),
     ],
 )
@@ -163,16 +188,29 @@ def test_what_stays_apart(model, change, reason, when):
         check(engine, model, prompts(8))
         assert engine.fusion.refused == {}
     change(model)
-    where = [parameter.data_ptr() for parameter in attention(model).parameters()]
+    where = addresses(attention(model))
     check(engine, model, prompts(8))
     # Some changes move no tensor and no module. They are heeded in each step, and noted when something else changes.
     if when == "before" or change not in (give_forward, subclass, tag, hook, hook_before):
         assert engine.fusion.refused[GROUP] == reason
         assert GROUP not in engine.fusion.fused
-        assert [parameter.data_ptr() for parameter in attention(model).parameters()] == where
+        assert addresses(attention(model)) == where
         with pytest.raises(FusionError, match="cannot be fused"):
             check(fused(model), model, prompts(8))
     assert (MLP in engine.fusion.fused) == (change is not flatten)
+
+
+@pytest.mark.parametrize("capture", ["auto", False])
+def test_weights_computed_in_some_calls(capture):
+    """Guards against the bare weights of a layer whose wrapper computed none while the model was looked at."""
+    model, computed = zoo.build("llama"), [True]
+    compute_meanwhile(model, lambda: bool(computed))
+    model(torch.tensor(prompts(8)))  # which also changes the order of the layer's parameters
+    computed.clear()
+    engine = fused(model, capture=capture)
+    before = tokens(check(engine, model, prompts(8)))
+    computed.append(True)
+    assert tokens(check(engine, model, prompts(8))) != before
 
 
 def test_what_is_captured_depends_on_what_is_fused(model):

@@ -19,7 +19,7 @@ from liveroll.types import RolloutFusion
 
 logger = logging.getLogger("liveroll")
 
-_Call = tuple[int, Tensor, int]
+_Call = tuple[int, Tensor, int, type[nn.Module]]
 
 _reading: dict[object, tuple[Fusion, PreTrainedModel]] = {}
 """The calls that are running or whose streams are open: captured steps of theirs know where the weights lie."""
@@ -170,7 +170,8 @@ def _watch(linear: nn.Linear, index: int, seen: list[_Call]) -> Forward:
 
     def forward(input: Tensor) -> Tensor:
         # The version tells whether the input was changed in place between two layers.
-        seen.append((index, input, input._version))
+        # So does the type, where a wrapper of the layer computes its weight for the length of a call.
+        seen.append((index, input, input._version, type(linear)))
         return own(input)
 
     return forward
@@ -178,10 +179,13 @@ def _watch(linear: nn.Linear, index: int, seen: list[_Call]) -> Forward:
 
 def _misfit(group: Group, seen: Sequence[_Call]) -> str | None:
     """Why the calls that were seen in a forward are not those of one product."""
-    names = [group.names[index] for index, _, _ in seen]
+    names = [group.names[index] for index, *_ in seen]
     if names != list(group.names):
         return f"a forward of the model called {', '.join(names) or 'none of them'}"
     first = seen[0]
-    if any(given is not first[1] or version != first[2] for _, given, version in seen):
+    if any(given is not first[1] or version != first[2] for _, given, version, _ in seen):
         return "they are not given the same input"
+    for name, (*_, kind) in zip(names, seen, strict=True):
+        if kind is not nn.Linear:
+            return f"{name} is a {kind.__name__} while it is called, and not an nn.Linear"
     return None

@@ -20,7 +20,8 @@ class SharedProduct:
     """Forwards for the layers of a group: the first computes all outputs, the others hand out theirs.
 
     An output is handed out for the very tensor that the first layer was given, and in the order of the group; whatever
-    a model calls otherwise is computed from the layer's own weight.
+    a model calls otherwise is computed from the layer's own weight. So is what a layer gives that is no `nn.Linear`
+    while it is called: PEFT parametrizes the weights of `target_parameters` for the length of each call.
 
     Args:
         group: layers whose weights lie together.
@@ -51,7 +52,11 @@ class SharedProduct:
         return [0 if parameter is None else parameter.data_ptr() for parameter in parameters]
 
     def _make_first(self) -> Forward:
+        linear = cast(nn.Linear, self.linears[0])
+
         def forward(input: Tensor) -> Tensor:
+            if type(linear) is not nn.Linear:
+                return nn.Linear.forward(linear, input)
             outputs: tuple[Tensor, ...] = functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
             self._kept = (input, outputs)
             self._next = 1
@@ -64,7 +69,7 @@ class SharedProduct:
         linear = cast(nn.Linear, self.linears[index])
 
         def forward(input: Tensor) -> Tensor:
-            if self._kept is None or self._next != index or input is not self._kept[0]:
+            if self._kept is None or self._next != index or input is not self._kept[0] or type(linear) is not nn.Linear:
                 return nn.Linear.forward(linear, input)
             output = self._kept[1][index]
             self._kept = None if last else self._kept
