@@ -59,7 +59,9 @@ def _benchmark(seconds: int, text: str, alone: bool = False) -> Job:
 def _tests(seconds: int, *paths: str, workers: int = 1, alone: bool = False, timed: bool = False) -> Job:
     """Tests, where `workers` processes share the GPU: most of their time goes into compiling kernels."""
     shared = ("-p", "no:benchmark", "-n", str(workers)) if workers > 1 else ()
-    return Job(seconds, ("-m", "pytest", "-q", *shared, *(f"tests/{path}" for path in paths)), alone, timed)
+    return Job(
+        seconds, ("-m", "pytest", "-q", "--thorough", *shared, *(f"tests/{path}" for path in paths)), alone, timed
+    )
 
 
 JOBS = {

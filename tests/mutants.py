@@ -100,7 +100,7 @@ def _run_tests(copy: Path, tests: tuple[str, ...], sender: Connection) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
     paths = [str(copy / "tests" / test) for test in tests]
     # What was imported before the fork cannot have its asserts rewritten, and none of it has tests.
-    options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    options = ["-x", "--thorough", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         code = pytest.main([*options, f"--timeout={TIMEOUT}", *paths], plugins=[Listener()])
     sender.send(failed[0] if failed else f"none, and pytest ended with {code}" if code else None)

@@ -87,6 +87,7 @@ def logits_of(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: i
     return (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("vocab", "size"), [(7, 7), (512, 500), (1301, 1024), (9001, 8500)])
 def test_by_temperature_alone(device, dtype, vocab, size):
@@ -123,6 +124,7 @@ ROWS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("logits", ROWS.values(), ids=ROWS)
 def test_strange_rows(device, logits):
     """Guards against ties cut elsewhere, sums of -inf, pivots that miss, and lists that are too short for a row."""
@@ -132,6 +134,7 @@ def test_strange_rows(device, logits):
     on_both(logits.expand(len(each), -1), state, slots, Variant.FULL, device)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("capacity", "held"), [(32, 32), (4096, 32), (4096, 4096)])
 def test_flat_rows(device, capacity, held, monkeypatch):
     """Guards against a long list of many equal scores that is cut elsewhere than the row itself would be."""
@@ -158,6 +161,7 @@ def test_flat_rows(device, capacity, held, monkeypatch):
     assert ((kept[0] & at_the_edge).sum(1) < at_the_edge.sum(1)).any()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.3, 3.0])
 def test_other_rows_filters_change_no_bit(device, temperature):
     """Guards against scores that are rounded otherwise where some row of the batch has filters."""
@@ -171,6 +175,7 @@ def test_other_rows_filters_change_no_bit(device, temperature):
     assert plain.logprobs.equal(full.logprobs)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of the masked may be infinite
 @pytest.mark.parametrize("mask", [torch.finfo(torch.bfloat16).min, -1e4])
 def test_masked_tokens_do_not_make_the_list_longer(device, mask):

@@ -36,6 +36,7 @@ def test_a_gated_product(device, dtype, rows, outputs, inputs):
     torch.testing.assert_close(got, functional.silu(gate) * up, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)

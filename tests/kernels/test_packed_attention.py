@@ -38,6 +38,7 @@ def check(device, dtype, *, heads=4, kv_heads=2, key_dim=16, value_dim=None, tra
     torch.testing.assert_close(got.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (512, 512), (48, 32)]
@@ -50,6 +51,7 @@ def test_head_dimensions(device, dtype, key_dim, value_dim):
     check(device, dtype, heads=2, kv_heads=1, key_dim=key_dim, value_dim=value_dim, traits=traits)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("lengths", [(1,), (512,), (16,) * 32, (1,) * 65, (64, 64), (63, 2, 63), LENGTHS])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2)])
 def test_sequences_and_groups(device, lengths, heads, kv_heads):
@@ -58,6 +60,7 @@ def test_sequences_and_groups(device, lengths, heads, kv_heads):
     check(device, torch.float32, heads=heads, kv_heads=kv_heads, traits=traits, lengths=lengths)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("window", [None, 1, 8, 70, 200])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -66,6 +66,7 @@ def compare(got, expected):
     torch.testing.assert_close(got.double(), expected, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (512, 512), (48, 32)]
@@ -80,6 +81,7 @@ def test_head_dimensions(device, dtype, key_dim, value_dim):
     check(query, *rest, AttentionTraits(key_dim**-0.5, None, None))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("page_size", [16, 64, 256, 20])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (16, 2), (6, 2), (5, 1)])
 def test_groups_and_pages(device, page_size, heads, kv_heads):
@@ -97,6 +99,7 @@ def test_groups_and_pages(device, page_size, heads, kv_heads):
     check(query, *rest, AttentionTraits(0.25, None, None))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("window", [None, 1, 8, 200])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -47,6 +47,7 @@ def check(query, key, value, keys, values, layout, traits, sinks=None):
     return got[0]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_head_dimensions(device, dtype, dim):
@@ -59,6 +60,7 @@ def test_head_dimensions(device, dtype, dim):
     check(*given, AttentionTraits(dim**-0.5, None, None))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (16, 2), (7, 1), (5, 1), (32, 2)])
 @pytest.mark.parametrize("page_size", [16, 64, 20])
 def test_groups_and_pages(device, heads, kv_heads, page_size):
@@ -80,6 +82,7 @@ def test_rows_of_many_heads(device):
         assert GpuAttention(device, 1).rows_together(group, dtype) == rows
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "number"), [("_MOST_SPLITS", 2), ("_MOST_SPLITS", 4), ("_PROGRAMS", 3), ("_PARTS", tl.constexpr(7))]
 )
@@ -92,6 +95,7 @@ def test_how_shared_keys_are_cut(monkeypatch, device, name, number):
     check(*given, AttentionTraits(0.3, None, None))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("most", "splits"), [(23, 3), (5, 1)])
 def test_partial_results_are_bounded(monkeypatch, device, most, splits):
     """Guards against results of many rows that fill the memory, and against no split at all of more rows still."""
@@ -105,6 +109,7 @@ def test_partial_results_are_bounded(monkeypatch, device, most, splits):
     check(*given, AttentionTraits(0.3, None, None))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_several_splits(device, softcap, with_sinks):

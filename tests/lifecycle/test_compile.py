@@ -42,6 +42,7 @@ def compilable():
     return [name for name in zoo.ARCHITECTURES if name not in experts]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("architecture", compilable())
 @pytest.mark.usefixtures("traced")
 def test_steps_and_prefills_are_one_graph_each(architecture):

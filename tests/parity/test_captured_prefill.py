@@ -28,6 +28,7 @@ def tokens(batch):
     return [list(completion.token_ids) for completion in batch.completions]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(name):
     """Guards against inert tokens that others attend to, windows and sinks that are lost, and positions that move."""

@@ -54,6 +54,7 @@ def engine(name, route, **settings):
     return RolloutEngine(shared(name), config=config)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("route", ROUTES + PLANNED)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_ragged_prompts(name, route):
@@ -63,6 +64,7 @@ def test_ragged_prompts(name, route):
     assert {completion.finish_reason for completion in batch.completions} == {"length"}
 
 
+@pytest.mark.thinned(4)
 @every_case
 def test_left_padded_request(name, route):
     """Guards against padding that is attended to, or that shifts positions."""
@@ -75,6 +77,7 @@ def test_left_padded_request(name, route):
     assert batch.response_start_idx == ids.shape[1]
 
 
+@pytest.mark.thinned(4)
 @every_case
 def test_early_eos_and_refill(name, route):
     """Guards against a refilled slot that keeps keys, lengths or stops of the row before it: 5 prompts, 2 slots."""
@@ -88,6 +91,7 @@ def test_early_eos_and_refill(name, route):
         assert (completion.finish_reason, completion.stop) == (("stop", stop) if stopped else ("length", None))
 
 
+@pytest.mark.thinned(4)
 @every_case
 def test_pad_equal_to_eos_and_several_eos(name, route):
     """Guards against a PAD taken for the end, or an end taken for PAD, where they are one token."""
@@ -101,6 +105,7 @@ def test_pad_equal_to_eos_and_several_eos(name, route):
     assert widths == [len(row) for row in expected]
 
 
+@pytest.mark.thinned(4)
 @every_case
 def test_repetition_penalty(name, route):
     """Guards against a penalty that forgets the prompt, misses the first token, or outlives its row's slot."""
@@ -110,6 +115,7 @@ def test_repetition_penalty(name, route):
     assert tokens(batch) == alone(name, repetition_penalty=1.3)
 
 
+@pytest.mark.thinned(4)
 @every_case
 def test_penalty_over_padded_history(name, route):
     """Guards against a history other than `generate`'s, which before 5.23 holds the padding too."""

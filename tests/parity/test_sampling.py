@@ -56,6 +56,7 @@ def mixed():
     return engine().generate(PROMPTS, MIXED)
 
 
+@pytest.mark.thinned(3)
 @each_route
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_slots_and_route_do_not_matter(route, slots):
@@ -225,6 +226,7 @@ def everything(name, **config):
     return engine(name, **config).generate(PROMPTS, sampling)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_that_is_told_of_a_token(name):
     """Guards against details of another row, step or distribution, in any architecture and with all settings mixed."""
@@ -323,6 +325,7 @@ def stopped_responses(name, least):
     return stop, [reference(model, prompt, **settings) for prompt in PROMPTS]
 
 
+@pytest.mark.thinned(4)
 @each_route
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("least", [0, 6, 24])

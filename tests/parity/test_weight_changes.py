@@ -56,6 +56,7 @@ def step(model):
     model.eval()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "gemma3"])
 def test_an_optimizer_step(name, route):
     """Guards against keys, values or weights kept from before the step."""
