@@ -118,7 +118,7 @@ def run_mode(model: Any, mode: str, arguments: argparse.Namespace) -> None:
     errors = [abs(error) for error in errors_of(calibration.points, calibration.costs, calibration.geometry)]
     result = {
         "calibration s": round(calibration.seconds, 1),
-        "of it first calls and captures s": round(calibration.setup_seconds, 1),
+        "of it first calls, captures and waiting s": round(calibration.setup_seconds, 1),
         "calls timed in it": calibration.calls,
         "sweep s": round(time.perf_counter() - began, 1),
         "mean error of the fit": round(sum(errors) / len(errors), 4),

@@ -44,7 +44,7 @@ class Calibration:
         geometry: the model's.
         calls: calls that were timed for them.
         seconds: how long it took.
-        setup_seconds: how much of that went into loading kernels, capturing, and calls that were not counted.
+        setup_seconds: how much of that went into loading kernels, capturing, waiting, and calls not counted.
     """
 
     file: CostsFile

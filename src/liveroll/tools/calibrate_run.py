@@ -158,8 +158,8 @@ def show_calibration(calibration: Calibration, console: Console) -> None:
     worst = max(map(abs, errors))
     console.print(
         f"{len(errors)} points from {calibration.calls} calls in {calibration.seconds:.1f} s, of which "
-        f"{calibration.setup_seconds:.1f} s went into first calls and captures; estimates are off by {mean:.1%} on "
-        f"average, {worst:.1%} at worst",
+        f"{calibration.setup_seconds:.1f} s went into first calls, captures and waiting; estimates are off by "
+        f"{mean:.1%} on average, {worst:.1%} at worst",
         highlight=False,
     )
 
