@@ -82,7 +82,7 @@ def test_rows_of_many_heads(device):
         assert GpuAttention(device, 1).rows_together(group, dtype) == rows
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("name", "number"), [("_MOST_SPLITS", 2), ("_MOST_SPLITS", 4), ("_PROGRAMS", 3), ("_PARTS", tl.constexpr(7))]
 )
@@ -95,7 +95,7 @@ def test_how_shared_keys_are_cut(monkeypatch, device, name, number):
     check(*given, AttentionTraits(0.3, None, None))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("most", "splits"), [(23, 3), (5, 1)])
 def test_partial_results_are_bounded(monkeypatch, device, most, splits):
     """Guards against results of many rows that fill the memory, and against no split at all of more rows still."""
@@ -109,7 +109,7 @@ def test_partial_results_are_bounded(monkeypatch, device, most, splits):
     check(*given, AttentionTraits(0.3, None, None))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_several_splits(device, softcap, with_sinks):

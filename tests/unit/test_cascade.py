@@ -99,7 +99,7 @@ def test_an_interrupt_while_clusters_are_uploaded(monkeypatch):
     assert table.view(4).members.tolist() == [[0, 1], [-1, -1]]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("name", "least", "settings"),
     [
