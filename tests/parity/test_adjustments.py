@@ -72,6 +72,7 @@ def test_what_a_checkpoint_asks_for(name, route):
     assert tokens(free) == [reference(shared(name), prompt, max_new_tokens=BUDGET, **kept) for prompt in PROMPTS]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_a_request_asks_for(name):
     """Guards against the same, asked for by the request, in any architecture; refills reuse every slot."""

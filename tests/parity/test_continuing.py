@@ -65,6 +65,7 @@ def whole(model="llama"):
     return batch
 
 
+@pytest.mark.thinned(3)
 @each_route
 @pytest.mark.parametrize("cut", [1, 25, 60, 100])
 def test_interrupted_and_joined(route, cut):

@@ -67,6 +67,7 @@ def test_greedy_samples_are_those_of_generate(route, page_size):
     assert [list(row) for row in tokens(batch)] == [row for row in expected for _ in range(3)]
 
 
+@pytest.mark.thinned(3)
 @each_route
 @pytest.mark.parametrize(("slots", "ahead"), [(1, 0), (3, 2), (8, 0)])
 def test_fewer_slots_than_samples(route, slots, ahead):

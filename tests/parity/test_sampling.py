@@ -71,6 +71,7 @@ def test_capture_and_steps_in_flight_do_not_matter(capture, ahead):
     assert_same(engine(capture=capture, run_ahead=ahead).generate(PROMPTS, MIXED), mixed())
 
 
+@pytest.mark.thinned(3)
 @each_route
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)])
 def test_order_of_prompts_does_not_matter(route, order):
@@ -80,6 +81,7 @@ def test_order_of_prompts_does_not_matter(route, order):
     assert drawn == {(c.prompt_index, c.sample_index): c.token_ids for c in mixed().completions}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("route", PAGED)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_preemption_does_not_matter(route, ahead):
@@ -90,6 +92,7 @@ def test_preemption_does_not_matter(route, ahead):
     assert_same(batch, mixed())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("route", PAGED)
 @pytest.mark.parametrize("limit", [len(PROMPTS[-1]), len(PROMPTS[-1]) + 3])
 def test_prefill_limit_does_not_matter(route, limit):

@@ -31,6 +31,7 @@ def assert_apart(one: torch.Tensor, other: torch.Tensor) -> None:
     assert (one - other).abs().max() > 0.1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_single_and_left_padded_prompts_agree(name: str) -> None:
     """A reference that depends on padding would fail an engine that is right."""

@@ -92,6 +92,7 @@ def check_partial(completions, expected=EXPECTED):
         assert completion.stop is None
 
 
+@pytest.mark.thinned(4)
 @each_route
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("budget", [1, 5, 13, 31, 59])

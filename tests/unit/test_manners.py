@@ -55,6 +55,7 @@ def tokens(batch):
     return [list(completion.token_ids) for completion in batch.completions]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("capture", ["auto", False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("route", ROUTES)
@@ -88,6 +89,7 @@ def test_the_snapshot_notices():
             change()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("error", [BrokenForwardError(), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("at", [1, 2, 4], ids=["first", "prefill", "decode"])
 @pytest.mark.parametrize("route", ROUTES)
@@ -164,6 +166,7 @@ def test_the_model_while_a_completion_is_held(route):
     assert snapshot(model) == before
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("drop", [lambda stream: stream.close(), lambda stream: None], ids=["closed", "collected"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stream_given_up(route, drop):
