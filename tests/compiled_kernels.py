@@ -75,10 +75,10 @@ def compile_attention(dtype: torch.dtype, dim: int, rows: int, **traits: Any) ->
 
     heads, kv_heads, numbers = 8, 2, torch.ones(rows, dtype=torch.int64)
     traits = {"scale": 0.1, "window": None, "softcap": None, "sinks": None} | traits
-    # Keys for a few splits: what merges them is repeated for each, and takes no memory.
     query, key, value = (zeros(rows, count, dim) for count in (heads, kv_heads, kv_heads))
     keys, values = zeros(9, 16, kv_heads, dim), zeros(9, 16, kv_heads, dim)
     table, arrived = torch.zeros(rows, 256, dtype=torch.int32), torch.zeros(rows * kv_heads, dtype=torch.int32)
+    # Keys for a few splits: what merges them is repeated for each, and takes no memory.
     paged_attention(query, key, value, keys, values, table, numbers, numbers, arrived, longest=1024, **traits)
     packed_attention(query, key, value, numbers, **traits)
     members = torch.zeros(rows // 2, rows_together(heads // kv_heads, dtype), dtype=torch.int32)
